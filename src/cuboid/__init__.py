@@ -1,0 +1,28 @@
+"""Cuboid: train Transformers too big for one device on any x × y × z block of devices."""
+
+from cuboid.config import ModelConfig, RopeScaling
+from cuboid.launch import Pool, World, launch
+from cuboid.layout import Spec
+from cuboid.loss import Loss
+from cuboid.mesh import Cuboid, Mesh, factorisations
+from cuboid.model import Transformer
+from cuboid.parallel.cuboid import CuboidParallel, Policy
+from cuboid.parallel.serial import Serial
+
+__all__ = [
+    "Cuboid",
+    "CuboidParallel",
+    "Loss",
+    "Mesh",
+    "ModelConfig",
+    "Policy",
+    "Pool",
+    "RopeScaling",
+    "Serial",
+    "Spec",
+    "Transformer",
+    "World",
+    "factorisations",
+    "launch",
+]
+__version__ = "0.1.0"

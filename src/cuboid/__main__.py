@@ -1,0 +1,5 @@
+"""`python -m cuboid`, so that torchrun can start it."""
+
+from cuboid.cli import main
+
+main()

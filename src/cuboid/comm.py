@@ -1,0 +1,246 @@
+"""The one file that calls collectives. Each returns a `Flight` at once; `wait()` gives the result.
+
+| collective     | what a rank gets                         | its transpose  |
+|----------------|------------------------------------------|----------------|
+| all_gather     | everyone's tensor, stacked along dim 0   | reduce_scatter |
+| reduce_scatter | its part along dim 0 of the sum          | all_gather     |
+| all_to_all     | its part along dim 0 of everyone's       | all_to_all     |
+| all_reduce     | the sum (of partial values)              | copy           |
+| copy           | the same value, used by every rank       | all_reduce     |
+
+Over an axis of size 1 nothing is launched, counted or copied.
+"""
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cuboid.ledger import Entry
+from cuboid.mesh import Axis
+
+#: What a block of the model is: a generator that yields wherever a collective has been launched but is not yet
+#: needed, so that something else can run there, and returns its value at the end.
+Steps = Generator[None, None, Any]
+
+
+def run(steps: Steps) -> Any:
+    """Play the steps straight through."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+class Flight:
+    """A collective under way."""
+
+    def __init__(
+        self, work: dist.Work | None, result: Callable[[], Tensor], entry: Entry | None = None, axis: Axis | None = None
+    ) -> None:
+        self._work, self._result, self._entry, self._axis = work, result, entry, axis
+        if work is not None and entry is not None:
+            self._clock_start(work, entry)
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._clock_wait(self._work)
+            self._work = None
+        return self._result()
+
+    # Time. On a CPU the completing thread stamps the clock; on a GPU `wait` only makes the stream wait, so events are
+    # recorded on it and read later, when the ledger is.
+
+    def _clock_start(self, work: dist.Work, entry: Entry) -> None:
+        assert self._axis is not None
+        if dist.get_backend(self._axis.group) == "gloo":
+            start = time.perf_counter()
+
+            def landed(_: object) -> None:
+                entry.in_flight += time.perf_counter() - start
+
+            work.get_future().add_done_callback(landed)
+        elif torch.cuda.is_available():
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            self._events[0].record()
+
+    def _clock_wait(self, work: dist.Work) -> None:
+        entry, events = self._entry, getattr(self, "_events", None)
+        if entry is None or events is None:
+            start = time.perf_counter()
+            work.wait()
+            if entry is not None:
+                entry.exposed += time.perf_counter() - start
+            return
+        assert self._axis is not None
+        events[1].record()
+        work.wait()
+        events[2].record()
+
+        def settle() -> None:
+            events[2].synchronize()
+            entry.exposed += events[1].elapsed_time(events[2]) / 1e3
+            entry.in_flight += events[0].elapsed_time(events[2]) / 1e3
+
+        self._axis.ledger.later(settle)
+
+
+def landed(x: Tensor) -> Flight:
+    """A flight that is already over."""
+    return Flight(None, lambda: x)
+
+
+def _sent(x: Tensor, axis: Axis, times: int = 1) -> int:
+    """Bytes a rank sends of the whole tensor `x` when p-1 of its p parts move."""
+    return times * x.numel() * x.element_size() * (axis.size - 1) // axis.size
+
+
+def all_gather(x: Tensor, axis: Axis) -> Flight:
+    if axis.size == 1:
+        return landed(x)
+    x = x.contiguous()
+    whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    entry = axis.ledger.launched(axis.name, "all_gather", _sent(whole, axis))
+    work = dist.all_gather_single(whole, x, group=axis.group, async_op=True)
+    return Flight(work, lambda: whole, entry, axis)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Flight:
+    """The part sums, in `dtype` (that of x unless given). Values of low precision are summed in fp32.
+
+    gloo's own reduce_scatter is an all-reduce inside and moves twice the bytes; NCCL's adds bf16 to bf16. An
+    all-to-all followed by a local sum moves the least and lets us choose the sum's precision.
+    """
+    dtype = dtype or x.dtype
+    if axis.size == 1:
+        return landed(x.to(dtype))
+    x = x.contiguous()
+    assert x.shape[0] % axis.size == 0, f"dim 0 of {tuple(x.shape)} cannot be scattered over {axis.size} ranks"
+    part = (x.shape[0] // axis.size, *x.shape[1:])
+    entry = axis.ledger.launched(axis.name, "reduce_scatter", _sent(x, axis))
+    if dist.get_backend(axis.group) == "nccl" and x.dtype.itemsize >= 4:
+        mine = x.new_empty(part)
+        work = dist.reduce_scatter_single(mine, x, group=axis.group, async_op=True)
+        return Flight(work, lambda: mine.to(dtype), entry, axis)
+    parts = torch.empty_like(x)
+    work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
+    sum_in = torch.promote_types(x.dtype, torch.float32)
+    return Flight(work, lambda: parts.view(axis.size, *part).sum(0, dtype=sum_in).to(dtype), entry, axis)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Flight:
+    if axis.size == 1:
+        return landed(x)
+    x = x.contiguous()
+    parts = torch.empty_like(x)
+    entry = axis.ledger.launched(axis.name, "all_to_all", _sent(x, axis))
+    work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
+    return Flight(work, lambda: parts, entry, axis)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Flight:
+    """The sum. Give it fp32 or better: the backend adds in the tensor's own precision."""
+    if axis.size == 1:
+        return landed(x)
+    total = x.clone(memory_format=torch.contiguous_format)
+    entry = axis.ledger.launched(axis.name, "all_reduce", _sent(total, axis, times=2))
+    work = dist.all_reduce(total, group=axis.group, async_op=True)
+    return Flight(work, lambda: total, entry, axis)
+
+
+def copy(x: Tensor, axis: Axis) -> Flight:
+    return landed(x)
+
+
+Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "copy"]
+
+COLLECTIVES: dict[Kind, Callable[[Tensor, Axis], Flight]] = {
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    "all_reduce": all_reduce,
+    "copy": copy,
+}
+TRANSPOSE: dict[Kind, Kind] = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+    "all_reduce": "copy",
+    "copy": "all_reduce",
+}
+
+
+@dataclass
+class _Call:
+    """What the two nodes of one collective share."""
+
+    kind: Kind
+    axis: Axis
+    flight: Flight | None = None
+
+    def land(self) -> Tensor:
+        assert self.flight is not None
+        flight, self.flight = self.flight, None
+        return flight.wait()
+
+
+def token(like: Tensor) -> Tensor:
+    """An empty tensor: ties one autograd node to the next where the value itself is in flight."""
+    return like.new_empty(0)
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Call) -> Tensor:
+        ctx.call = call
+        call.flight = COLLECTIVES[call.kind](x, call.axis)
+        return token(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.call.land(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, call: _Call) -> Tensor:
+        ctx.call = call
+        y = call.land()
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        call = ctx.call
+        call.flight = COLLECTIVES[TRANSPOSE[call.kind]](dy, call.axis)
+        return token(dy), None
+
+
+def collective(kind: Kind, x: Tensor, axis: Axis) -> Steps:
+    """A collective that autograd differentiates: launched now, awaited when the steps go on. Its backward is the
+    transposed collective, launched where the forward waited and awaited where the forward launched."""
+    if axis.size == 1:
+        return x
+    call = _Call(kind, axis)
+    launched = _Launch.apply(x, call)
+    yield
+    return _Wait.apply(launched, call)
+
+
+def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
+    """Every rank's tensor, whatever its shape, in rank order. For reports and tests, never inside a step."""
+    if axis.size == 1:
+        return [x]
+    shapes = [None] * axis.size
+    dist.all_gather_object(shapes, tuple(x.shape), group=axis.group)
+    numel = [torch.Size(shape or ()).numel() for shape in shapes]
+    padded = x.new_zeros(max(numel))
+    padded[: x.numel()] = x.reshape(-1)
+    whole = x.new_empty(axis.size * max(numel))
+    dist.all_gather_single(whole, padded, group=axis.group)
+    rows = whole.view(axis.size, -1)
+    return [row[:n].view(shape or ()) for row, n, shape in zip(rows, numel, shapes, strict=True)]

@@ -1,0 +1,145 @@
+"""What a model is, whatever it runs on: sizes and choices, checked before anything is built."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cuboid.mesh import Cuboid
+
+FAMILIES = ("gpt2", "llama")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of the rotary wavelengths, from the context it was first trained on."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Transformer language model. Zero or None means "what the family does".
+
+    gpt2: LayerNorm, learned positions, GELU, biases, head tied to the embedding.
+    llama: RMSNorm, rotary positions, SwiGLU, no biases, head of its own, grouped-query attention.
+    """
+
+    family: str = "gpt2"
+    layers: int = 2
+    hidden: int = 128
+    heads: int = 8
+    vocab: int = 256
+    context: int = 256  # the longest sequence
+    kv_heads: int = 0  # 0: as many as heads
+    head_dim: int = 0  # 0: hidden / heads
+    ffn: int = 0  # 0: 4 · hidden (gpt2), 8/3 · hidden rounded up to a multiple of 64 (llama)
+    tied: bool | None = None
+    bias: bool | None = None
+    dropout: float = 0.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family={self.family!r} is not known; choose one of {', '.join(FAMILIES)}")
+        for name in ("layers", "hidden", "heads", "vocab", "context"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("kv_heads", "head_dim", "ffn"):
+            _at_least(name, getattr(self, name), 0)
+        gpt2 = self.family == "gpt2"
+        fill: dict[str, Any] = {}
+        fill["kv_heads"] = self.kv_heads or self.heads
+        if not self.head_dim and self.hidden % self.heads:
+            near = _multiples_near(self.hidden, self.heads)
+            raise ValueError(
+                f"hidden={self.hidden} is not a multiple of heads={self.heads}; "
+                f"use hidden {near}, other heads, or give head_dim"
+            )
+        fill["head_dim"] = self.head_dim or self.hidden // self.heads
+        fill["ffn"] = self.ffn or (4 * self.hidden if gpt2 else -(-8 * self.hidden // 3 // 64) * 64)
+        fill["tied"] = gpt2 if self.tied is None else self.tied
+        fill["bias"] = gpt2 if self.bias is None else self.bias
+        for name, value in fill.items():
+            object.__setattr__(self, name, value)
+        if self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use one of {divisors}")
+        if self.rotary and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd but rotary positions turn pairs; use an even head_dim")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+
+    @property
+    def rotary(self) -> bool:
+        return self.family == "llama"
+
+    @property
+    def gated(self) -> bool:
+        return self.family == "llama"
+
+    @property
+    def norm_bias(self) -> bool:
+        return self.family == "gpt2"
+
+    @property
+    def q_dim(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        d, f, b = self.hidden, self.ffn, int(bool(self.bias))
+        norm = d * (1 + self.norm_bias)
+        attention = 2 * d * (self.q_dim + self.kv_dim) + b * (self.q_dim + 2 * self.kv_dim + d)
+        into = 2 if self.gated else 1
+        mlp = (into + 1) * d * f + b * (into * f + d)
+        tables = self.vocab * d * (1 if self.tied else 2) + (0 if self.rotary else self.context * d)
+        return self.layers * (2 * norm + attention + mlp) + norm + tables
+
+    def check(self, cuboid: Cuboid, batch: int, seq: int) -> None:
+        """Raise if this model cannot run on `cuboid` with `batch` sequences of `seq` tokens."""
+        yz = cuboid.y * cuboid.z
+        if self.heads % yz:
+            near = [h for h in (self.heads // yz * yz, (self.heads // yz + 1) * yz) if h]
+            fits = [(y, z) for y in range(1, self.heads + 1) for z in (yz // y,) if y * z and self.heads % (y * z) == 0]
+            smaller = sorted({y * z for y, z in fits if y * z < yz}, reverse=True)[:3] or [1]
+            raise ValueError(
+                f"heads={self.heads} cannot be cut into y·z={yz}; use heads {' or '.join(map(str, near))}, "
+                f"or a cuboid with y·z one of {smaller}"
+            )
+        if self.hidden % cuboid.z:
+            raise ValueError(
+                f"hidden={self.hidden} cannot be cut into z={cuboid.z}; use hidden "
+                f"{_multiples_near(self.hidden, cuboid.z)} or another z"
+            )
+        _at_least("batch", batch, 1)
+        _at_least("seq", seq, 1)
+        if batch % cuboid.data:
+            raise ValueError(
+                f"batch={batch} cannot be cut into data={cuboid.data}; use batch {_multiples_near(batch, cuboid.data)}"
+            )
+        if seq > self.context and not self.rotary:
+            raise ValueError(
+                f"seq={seq} is longer than context={self.context}, the learned positions; raise context or shorten seq"
+            )
+
+    def replace(self, **changes: Any) -> "ModelConfig":
+        return replace(self, **changes)
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def _multiples_near(n: int, of: int) -> str:
+    below, above = n // of * of, (n // of + 1) * of
+    return f"{below} or {above}" if below else str(above)

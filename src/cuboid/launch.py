@@ -1,0 +1,182 @@
+"""Start ranks: forked on this machine, or the ones torchrun has started already.
+
+Forking after `import torch` starts eight ranks in hundredths of a second; a spawned one imports torch again.
+"""
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor  # noqa: F401  imported once, before the fork
+
+
+@dataclass(frozen=True)
+class World:
+    """What a rank knows of the run it is part of."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message carries its traceback."""
+
+
+def under_torchrun() -> bool:
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def join_world(store: dist.Store | None = None, timeout: float = 600) -> World:
+    """Join the process group that the environment describes: NCCL if there is a GPU for this rank, gloo if not."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(local)
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        rank=rank,
+        world_size=size,
+        store=store,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if cuda else None,
+    )
+    return World(rank, size, device)
+
+
+def _serve(rank: int, size: int, door: socket.socket, pipe: connection.Connection) -> None:
+    """A forked rank: run what arrives on the pipe until it closes. The ranks meet behind `door`, on loopback alone."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    host, port = door.getsockname()
+    listen = door.detach() if rank == 0 else None
+    store = dist.TCPStore(host, port, size, is_master=rank == 0, master_listen_fd=listen)
+    torch.set_num_threads(1)
+    world = join_world(store)
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            task = pipe.recv()
+            if task is None:
+                break
+            fn, args = task
+            try:
+                answer = (True, fn(world, *args))
+            except Exception as error:
+                answer = (False, (error, traceback.format_exc()))
+            sys.stdout.flush()
+            try:
+                pipe.send(answer)
+            except Exception as error:  # the answer cannot be sent as it is
+                pipe.send((False, (RuntimeError(str(error)), traceback.format_exc())))
+    with suppress(Exception):
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+class Pool:
+    """Ranks that stay up and run one function after another. Fork it before this process uses autograd.
+
+    >>> with Pool(2) as pool:
+    ...     pool.run(rank_of)
+    [0, 1]
+    """
+
+    def __init__(self, ranks: int) -> None:
+        if ranks < 1:
+            raise ValueError(f"ranks={ranks}: at least one rank is needed")
+        fork = get_context("fork")
+        self._pipes: list[connection.Connection] = []
+        self._ranks = []
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            for rank in range(ranks):
+                ours, theirs = fork.Pipe()
+                process = fork.Process(target=_serve, args=(rank, ranks, door, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._ranks.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """`fn(world, *args)` on every rank; the results in rank order. A rank's ValueError is raised here as such."""
+        for pipe in self._pipes:
+            pipe.send((fn, args))
+        waiting, answers = dict(enumerate(self._pipes)), {}
+        while waiting:
+            ready = connection.wait([*waiting.values(), *(self._ranks[rank].sentinel for rank in waiting)])
+            for rank, pipe in list(waiting.items()):
+                if pipe in ready:
+                    try:
+                        ok, answer = pipe.recv()
+                    except EOFError:
+                        ok, answer = False, (None, "")
+                elif self._ranks[rank].sentinel in ready:
+                    ok, answer = False, (None, "")
+                else:
+                    continue
+                del waiting[rank]
+                if not ok:
+                    self.close(kill=True)
+                    self._fail(rank, *answer)
+                answers[rank] = answer
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def _fail(self, rank: int, error: Exception | None, trace: str) -> None:
+        if isinstance(error, ValueError):
+            raise error
+        code = self._ranks[rank].exitcode
+        raise RankError(f"rank {rank} failed\n{trace}" if trace else f"rank {rank} ended with exit code {code}") from error
+
+    def close(self, kill: bool = False) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+        for process in self._ranks:
+            if kill:
+                process.kill()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close(kill=exc[0] is not None)
+
+
+def rank_of(world: World) -> int:
+    return world.rank
+
+
+def launch(fn: Callable[..., Any], ranks: int = 8, args: Sequence[Any] = ()) -> list[Any]:
+    """Run `fn(world, *args)` on `ranks` ranks of this machine and return what each returned.
+
+    Under torchrun the ranks exist already: this one joins them and the list has its own result alone.
+    """
+    if not under_torchrun():
+        with Pool(ranks) as pool:
+            return pool.run(fn, *args)
+    size = int(os.environ["WORLD_SIZE"])
+    if size != ranks:
+        raise ValueError(f"torchrun started {size} ranks but {ranks} are wanted; set --nproc-per-node and --nnodes to match")
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    try:
+        return [fn(join_world(), *args)]
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

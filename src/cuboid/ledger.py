@@ -1,0 +1,66 @@
+"""The ledger: what every collective of a rank cost, per axis and kind.
+
+Bytes are those a rank sends when the collective moves the least it can: (p-1)/p of the whole for an all-gather, a
+reduce-scatter or an all-to-all over p ranks, twice that for an all-reduce. `in_flight` is the time from launch to
+completion, `exposed` the part of it in which the rank did nothing but wait.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class Entry:
+    calls: int = 0
+    bytes: int = 0
+    in_flight: float = 0.0
+    exposed: float = 0.0
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.entries: defaultdict[tuple[str, str], Entry] = defaultdict(Entry)
+        self._late: list[Callable[[], None]] = []
+
+    def launched(self, axis: str, kind: str, bytes_sent: int) -> Entry:
+        entry = self.entries[axis, kind]
+        entry.calls += 1
+        entry.bytes += bytes_sent
+        return entry
+
+    def later(self, settle: Callable[[], None]) -> None:
+        """Have `settle` called before the next reading: a device's clock is only read once it has caught up."""
+        self._late.append(settle)
+
+    def settle(self) -> None:
+        late, self._late = self._late, []
+        for settle in late:
+            settle()
+
+    def reset(self) -> None:
+        self.settle()
+        self.entries.clear()
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes sent per axis."""
+        total: defaultdict[str, int] = defaultdict(int)
+        for (axis, _), entry in self.entries.items():
+            total[axis] += entry.bytes
+        return dict(total)
+
+    def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """(calls, bytes) per axis and kind: the part that a formula can predict."""
+        table: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+        for (axis, kind), entry in sorted(self.entries.items()):
+            table[axis][kind] = (entry.calls, entry.bytes)
+        return dict(table)
+
+    def export(self) -> dict[str, dict[str, Any]]:
+        """Everything, ready for `json.dumps`."""
+        self.settle()
+        table: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        for (axis, kind), entry in sorted(self.entries.items()):
+            table[axis][kind] = asdict(entry)
+        return dict(table)

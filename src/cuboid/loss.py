@@ -1,0 +1,65 @@
+"""Cross entropy from parts of a row of logits, with ignored targets, label smoothing and z-loss.
+
+With l the logits of a row, V of them, t the target and e the smoothing:
+
+    loss = (1−e) (lse − l_t) + e (lse − mean(l)) + ζ lse²
+    dl   = softmax(l) (1 + 2 ζ lse) − (1−e) [t] − e/V
+
+A part of the row gives (max, Σ exp(l − max), l_t if it has it, Σ l); the parts' rows merge into the whole's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Loss:
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 1")
+        if self.z_loss < 0:
+            raise ValueError(f"z_loss={self.z_loss} must not be negative")
+
+    def parts(self, logits: Tensor, targets: Tensor, start: int) -> Tensor:
+        """logits [r, v] of the classes from `start` on, targets [r] -> [4, r]."""
+        rows, classes = logits.shape
+        if classes == 0:  # the last ranks of a small vocabulary own none of it
+            zero = logits.new_zeros(rows)
+            return torch.stack((zero - torch.inf, zero, zero, zero))
+        top = logits.amax(-1)
+        exps = (logits - top[:, None]).exp_().sum(-1)
+        local = targets - start
+        has = (local >= 0) & (local < classes)
+        at_target = logits.gather(-1, local.clamp(0, classes - 1)[:, None])[:, 0] * has
+        return torch.stack((top, exps, at_target, logits.sum(-1)))
+
+    def merge(self, parts: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+        """parts [p, 4, r] -> the sum of the rows' losses, how many rows count, and lse [r]."""
+        tops, exps, at_target, total = parts.unbind(1)
+        top = tops.amax(0)
+        lse = top + (exps * (tops - top).exp()).sum(0).log()
+        e = self.label_smoothing
+        loss = lse - (1 - e) * at_target.sum(0) - e / vocab * total.sum(0) + self.z_loss * lse.square()
+        counts = targets != self.ignore_index
+        return torch.where(counts, loss, 0).sum(), counts.sum(), lse
+
+    def gradient(self, logits: Tensor, targets: Tensor, start: int, lse: Tensor, vocab: int) -> Tensor:
+        """d(sum of the rows' losses)/d logits, in the place of the logits."""
+        rows, classes = logits.shape
+        d = logits.sub_(lse[:, None]).exp_()
+        if self.z_loss:
+            d *= (1 + 2 * self.z_loss * lse)[:, None]
+        if self.label_smoothing:
+            d -= self.label_smoothing / vocab
+        local = targets - start
+        has = (local >= 0) & (local < classes)
+        if classes:
+            hit = has.to(d.dtype) * (self.label_smoothing - 1)
+            d.scatter_add_(1, local.clamp(0, classes - 1)[:, None], hit[:, None])
+        return d.mul_((targets != self.ignore_index)[:, None])

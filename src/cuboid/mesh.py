@@ -1,0 +1,159 @@
+"""The block of devices: sizes and rank order (`Cuboid`), and the live groups as one rank sees them (`Mesh`)."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cuboid.ledger import Ledger
+
+AXES = ("data", "x", "y", "z")
+
+
+@dataclass(frozen=True)
+class Cuboid:
+    """x × y × z devices, replicated `data` times. `order` lists the axes from the slowest over ranks to the fastest.
+
+    >>> Cuboid(2, 3, 2).coordinates(5)
+    {'data': 0, 'x': 0, 'y': 2, 'z': 1}
+    """
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    data: int = 1
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"cuboid axis {axis}={size!r}: every size is a whole number of at least 1")
+        if sorted(self.order) != sorted(AXES):
+            raise ValueError(
+                f"cuboid order {','.join(self.order)!r} must name each of {', '.join(AXES)} once, slowest first"
+            )
+
+    @classmethod
+    def parse(cls, text: str, data: int = 1, order: str = ",".join(AXES)) -> "Cuboid":
+        """`"2,2,2"` as typed by a person."""
+        parts = text.replace("x", ",").replace("×", ",").split(",")
+        if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+            raise ValueError(f"cuboid {text!r} is not three sizes; write x,y,z such as 2,2,2")
+        x, y, z = (int(part) for part in parts)
+        return cls(x, y, z, data, tuple(name.strip() for name in order.split(",")))
+
+    def __str__(self) -> str:
+        return f"({self.x},{self.y},{self.z})" + (f" × data={self.data}" if self.data > 1 else "")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def block(self) -> int:
+        """Devices that share one copy of the model."""
+        return self.x * self.y * self.z
+
+    @property
+    def ranks(self) -> int:
+        return self.block * self.data
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        found = {}
+        for axis in reversed(self.order):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return {axis: found[axis] for axis in AXES}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        rank = 0
+        for axis in self.order:
+            rank = rank * getattr(self, axis) + coordinates[axis]
+        return rank
+
+    def array(self, axes: tuple[str, ...]) -> torch.Tensor:
+        """The ranks as an array whose dims are `axes`."""
+        grid = torch.arange(self.ranks).view([getattr(self, axis) for axis in self.order])
+        return grid.permute([self.order.index(axis) for axis in axes]).contiguous()
+
+
+def factorisations(ranks: int) -> Iterator[Cuboid]:
+    """Every cuboid of exactly `ranks` devices with data=1."""
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    for x, y, z in product(sizes, repeat=3):
+        if x * y * z == ranks:
+            yield Cuboid(x, y, z)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis as one rank sees it. A size of 1 needs no group, and no collective over it is ever launched."""
+
+    name: str
+    size: int
+    index: int
+    group: dist.ProcessGroup | None = None
+    ledger: Ledger = field(default_factory=Ledger, compare=False)
+
+
+class Mesh:
+    """The axes of a cuboid as `rank` sees them, with a process group for each axis longer than one.
+
+    Every rank of the world must make the same meshes in the same order: making a group is itself collective. A rank that
+    wants a mesh of its own asks for one `alone`.
+    """
+
+    #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.
+    NESTING = ("data", "y", "z", "x")
+
+    def __init__(self, cuboid: Cuboid, rank: int = 0, device: torch.device | str = "cpu", alone: bool = False) -> None:
+        world = dist.get_world_size() if dist.is_initialized() and not alone else 1
+        if world != cuboid.ranks:
+            raise ValueError(
+                f"cuboid {cuboid} needs x·y·z·data = {cuboid.ranks} ranks but {world} were started; "
+                f"start {cuboid.ranks} ranks or choose sizes whose product is {world}"
+            )
+        self.cuboid, self.rank, self.device = cuboid, rank, torch.device(device)
+        self.ledger = Ledger()
+        self.coordinates = cuboid.coordinates(rank)
+        for name, size in cuboid.sizes.items():
+            group = self.device_mesh.get_group(name) if size > 1 else None
+            setattr(self, name, Axis(name, size, self.coordinates[name], group, self.ledger))
+        self.world = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, self.ledger)
+        self._parts_of_x: dict[int, Axis] = {}
+
+    data: Axis
+    x: Axis
+    y: Axis
+    z: Axis
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """For DTensor and `torch.distributed.checkpoint`."""
+        return DeviceMesh(
+            self.device.type, self.cuboid.array(self.NESTING), mesh_dim_names=self.NESTING, _rank=self.rank
+        )
+
+    def part_of_x(self, size: int) -> Axis:
+        """The `size` neighbours on x that share this rank's samples when x cuts the sequence as well as the batch."""
+        if size == self.x.size:
+            return self.x
+        if size not in self._parts_of_x:
+            group = None
+            if size > 1:
+                lines = self.cuboid.array(("data", "y", "z", "x")).view(-1, size).tolist()
+                group, _ = dist.new_subgroups_by_enumeration(lines)
+            self._parts_of_x[size] = Axis("x", size, self.x.index % size, group, self.ledger)
+        return self._parts_of_x[size]
+
+    def close(self) -> None:
+        """Give the groups back; a process that makes many meshes must."""
+        axes = [getattr(self, name) for name in AXES]
+        for axis in [*axes, *self._parts_of_x.values()]:
+            if axis.group is not None and axis.group is not dist.group.WORLD:
+                dist.destroy_process_group(axis.group)
+

@@ -1,0 +1,160 @@
+"""Layers, written against a `Parallel`. Each holds its rank's shards under the names of the whole model's parameters.
+
+A layer's `forward` is `Steps`; `W` are the gathered weights of the bucket its parameters travel in.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.activation import gelu, swiglu
+from cuboid.attention import Cache
+from cuboid.comm import Steps
+from cuboid.layout import Spec
+from cuboid.parallel import Parallel, Place, Role
+from cuboid.product import Linear as Weighted
+from cuboid.randomness import key_of, normal
+
+
+class Declared(NamedTuple):
+    """A parameter as the whole model has it: how it is cut, and its first value, `mean` + normal(`std`)."""
+
+    spec: Spec
+    std: float
+    mean: float
+
+
+class Module(nn.Module):
+    """A module that declares its parameters by their global shapes and holds this rank's shards."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.declared: dict[str, Declared] = {}
+
+    def declare(self, name: str, role: Role, *shape: int, std: float = 0.0, mean: float = 0.0) -> nn.Parameter:
+        spec, mesh = self.parallel.spec(role, shape), self.parallel.mesh
+        shard = torch.empty(spec.local_shape(mesh.cuboid, mesh.coordinates), device=mesh.device)
+        self.declared[name] = Declared(spec, std, mean)
+        parameter = nn.Parameter(shard)
+        self.register_parameter(name, parameter)
+        return parameter
+
+
+def declared(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Declared]]:
+    """Every parameter below `module` with its name and declaration."""
+    for path, child in module.named_modules():
+        if isinstance(child, Module):
+            for name, declaration in child.declared.items():
+                yield f"{path}.{name}".lstrip("."), child.get_parameter(name), declaration
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, seed: int) -> None:
+    """First values by seed, name and global index: the same model on every cuboid. No rank makes more than its shards."""
+    for name, parameter, (spec, std, mean) in declared(module):
+        parameter.fill_(mean)
+        if std:
+            mesh = next(m for m in module.modules() if isinstance(m, Module)).parallel.mesh
+            ranges = spec.ranges(mesh.cuboid, mesh.coordinates)
+            parameter.add_(normal(key_of(seed, name), spec.shape, ranges, std).to(parameter))
+
+
+class Linear(Module):
+    """A weight [n, k] and perhaps a bias [n], for `into` or `out_of` the residual stream."""
+
+    def __init__(self, parallel: Parallel, way: str, n: int, k: int, bias: bool, std: float) -> None:
+        super().__init__(parallel)
+        assert way in ("into", "out_of")
+        weight: Role = "into.weight" if way == "into" else "out_of.weight"
+        self.weight = self.declare("weight", weight, n, k, std=std)
+        self.bias = self.declare("bias", "into.bias" if way == "into" else "out_of.bias", n) if bias else None
+
+    @property
+    def weighted(self) -> Weighted:
+        return Weighted(self.weight, self.bias)
+
+
+class Table(Module):
+    """Rows to look up, cut like the head's weight."""
+
+    def __init__(self, parallel: Parallel, rows: int, d: int, std: float) -> None:
+        super().__init__(parallel)
+        self.weight = self.declare("weight", "table", rows, d, std=std)
+
+
+class Norm(Module):
+    """LayerNorm with a bias, RMSNorm without."""
+
+    def __init__(self, parallel: Parallel, d: int, bias: bool) -> None:
+        super().__init__(parallel)
+        self.weight = self.declare("weight", "norm", d, mean=1.0)
+        self.bias = self.declare("bias", "norm", d) if bias else None
+
+    def forward(self, X: Tensor, W: Any) -> Steps:
+        Y = yield from self.parallel.norm(X, W, self.weight, self.bias)
+        return Y
+
+
+class Attention(nn.Module):
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__()
+        c = parallel.config
+        self.parallel, self.heads = parallel, (c.heads, c.kv_heads, c.kv_heads)
+        self.q = Linear(parallel, "into", c.q_dim, c.hidden, bool(c.bias), c.init_std)
+        self.k = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.bias), c.init_std)
+        self.v = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.bias), c.init_std)
+        self.out = Linear(parallel, "out_of", c.hidden, c.q_dim, bool(c.bias), c.init_std / (2 * c.layers) ** 0.5)
+
+    def forward(self, X: Tensor, W: Any, place: Place, cache: Cache | None = None) -> Steps:
+        qkv = [self.q.weighted, self.k.weighted, self.v.weighted]
+        q, k, v = yield from self.parallel.into(X, W, qkv, heads=self.heads)
+        A = yield from self.parallel.attend(q, k, v, place, cache)
+        Y = yield from self.parallel.out_of(A, W, self.out.weighted, heads=self.heads[0])
+        return Y
+
+
+class MLP(nn.Module):
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__()
+        c = parallel.config
+        self.parallel, bias = parallel, bool(c.bias)
+        self.gate = Linear(parallel, "into", c.ffn, c.hidden, bias, c.init_std) if c.gated else None
+        self.up = Linear(parallel, "into", c.ffn, c.hidden, bias, c.init_std)
+        self.down = Linear(parallel, "out_of", c.hidden, c.ffn, bias, c.init_std / (2 * c.layers) ** 0.5)
+
+    def forward(self, X: Tensor, W: Any) -> Steps:
+        if self.gate is None:
+            (u,) = yield from self.parallel.into(X, W, [self.up.weighted])
+            H = gelu(u)
+        else:
+            g, u = yield from self.parallel.into(X, W, [self.gate.weighted, self.up.weighted])
+            H = swiglu(g, u)
+        Y = yield from self.parallel.out_of(H, W, self.down.weighted)
+        return Y
+
+
+class Block(nn.Module):
+    """X + attention(norm(X)), then X + mlp(norm(X))."""
+
+    def __init__(self, parallel: Parallel, sites: Sequence[str]) -> None:
+        super().__init__()
+        c = parallel.config
+        self.parallel, self.sites = parallel, sites
+        self.norm1 = Norm(parallel, c.hidden, c.norm_bias)
+        self.attention = Attention(parallel)
+        self.norm2 = Norm(parallel, c.hidden, c.norm_bias)
+        self.mlp = MLP(parallel)
+
+    def forward(self, X: Tensor, W: Any, place: Place, seed: int | None = None, cache: Cache | None = None) -> Steps:
+        H = yield from self.norm1(X, W)
+        A = yield from self.attention(H, W, place, cache)
+        X = X + self._dropout(A, place, seed, 0)
+        H = yield from self.norm2(X, W)
+        M = yield from self.mlp(H, W)
+        return X + self._dropout(M, place, seed, 1)
+
+    def _dropout(self, X: Tensor, place: Place, seed: int | None, site: int) -> Tensor:
+        return X if seed is None else self.parallel.dropout(X, key_of(seed, self.sites[site]), place)

@@ -1,0 +1,117 @@
+"""LayerNorm and RMSNorm of rows whose features are cut over z.
+
+A row's statistics are merged from its parts': (mean, M2) by Chan's rule, since E[x²]−E[x]² loses everything to rounding
+when the mean is large; Σx² for RMSNorm. Backward needs two row sums (one for RMSNorm), all-reduced over z in one call.
+
+    y  = x̂ w + b,  x̂ = (x − mean) r
+    dx = r (g − mean(g) − x̂ mean(g x̂)),  g = dy w          (RMSNorm: without mean(g))
+
+Saved: x, and one or two numbers a row.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.comm import Flight, Steps, all_gather, all_reduce, token
+from cuboid.mesh import Axis
+from cuboid.weights import Bucket, Weights
+
+
+@dataclass
+class Norm:
+    """What the two nodes of one norm share."""
+
+    bucket: Bucket
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    z: Axis
+    eps: float
+    centred: bool  # LayerNorm; else RMSNorm
+    flight: Flight | None = None
+    x: Tensor | None = None
+    backward: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+def norm(x: Tensor, W: Weights, call: Norm) -> Steps:
+    launched = _Launch.apply(x, call)
+    yield
+    weights = [W[call.weight]] + ([] if call.bias is None else [W[call.bias]])
+    return _Normalise.apply(launched, call, *weights)
+
+
+def statistics(x: Tensor, centred: bool) -> Tensor:
+    """[s b d] -> [1, 2, s, b] (mean, M2) or [1, 1, s, b] (Σx²)."""
+    if not centred:
+        return x.square().sum(-1)[None, None]
+    var, mean = torch.var_mean(x, -1, correction=0)
+    return torch.stack((mean, var * x.shape[-1]))[None]
+
+
+def merge(parts: Tensor, n: int, eps: float, centred: bool) -> Tensor:
+    """Every part's statistics, of n features in all -> [2, s, b] (mean, r) or [1, s, b] (r)."""
+    if not centred:
+        return torch.rsqrt(parts.sum(0) / n + eps)
+    means, M2s = parts[:, 0], parts[:, 1]
+    mean = means.mean(0)
+    M2 = M2s.sum(0) + (means - mean).square().sum(0) * (n // len(parts))
+    return torch.stack((mean, torch.rsqrt(M2 / n + eps)))
+
+
+def normalised(x: Tensor, stats: Tensor) -> Tensor:
+    """x̂"""
+    stats = stats[..., None]
+    return (x - stats[0]) * stats[1] if len(stats) == 2 else x * stats[0]
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Norm) -> Tensor:
+        ctx.call = call
+        parts = statistics(x.to(torch.promote_types(x.dtype, torch.float32)), call.centred)
+        call.flight = (all_gather if call.centred else all_reduce)(parts, call.z)
+        call.x = x
+        return token(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        call = ctx.call
+        sums = call.flight.wait()[..., None]
+        g, x_hat, r = call.backward
+        call.backward = call.flight = None
+        dx = g - x_hat * sums[-1]
+        if call.centred:
+            dx -= sums[0]
+        return dx.mul_(r), None
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, launched: Tensor, call: Norm, w: Tensor, b: Tensor | None = None) -> Tensor:
+        assert call.flight is not None
+        assert call.x is not None
+        x, ctx.call = call.x, call
+        stats = merge(call.flight.wait(), x.shape[-1] * call.z.size, call.eps, call.centred)
+        call.flight = call.x = None
+        ctx.save_for_backward(x, stats)
+        y = normalised(x, stats) * w
+        if b is not None:
+            y += b
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call, (x, stats) = ctx.call, ctx.saved_tensors
+        x_hat = normalised(x, stats)
+        dy = dy.to(x_hat.dtype)
+        g = dy * call.bucket.again(call.weight)
+        n = x.shape[-1] * call.z.size
+        sums = (g * x_hat).sum(-1)[None]
+        if call.centred:
+            sums = torch.cat((g.sum(-1)[None], sums))
+        call.flight = all_reduce(sums / n, call.z)
+        call.backward = g, x_hat, stats[-1][..., None]
+        gradients = [(dy * x_hat).sum((0, 1))] + ([] if call.bias is None else [dy.sum((0, 1))])
+        return token(x), None, *gradients

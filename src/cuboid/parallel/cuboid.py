@@ -1,0 +1,223 @@
+"""3-D parallel: the product of product.py on any x × y × z block.
+
+    tensor                held by a rank
+    residual stream       [s/y, b/x, d/z]
+    attention             [s,   b/x, heads/(y z)]      whole sequences of a block of heads
+    MLP inner             [s/z, b/x, ffn/y]
+    logits                [s/z, b/x, V/y]
+    into weight [n, k]    [n/(y x), k/z]               roles n = y, k = z
+    out_of weight [n, k]  [n/(z x), k/y]               roles n = z, k = y
+    tables [V, d]         [V/(y x), d/z]               like an into weight
+
+Axis x plays m. When it is longer than the batch it cuts the sequence too: gcd(b, x) ranks cut the batch, the rest the
+sequence, dealt from both ends so that causal attention is even, with keys and values gathered over them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd, lcm
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cuboid.attention import Cache, attend, rotate, rotation
+from cuboid.comm import Steps, collective
+from cuboid.config import ModelConfig
+from cuboid.embedding import Lookup, lookup
+from cuboid.head import Head, chunk_rows, head_loss
+from cuboid.layout import Spec, ceil_div, cut, round_up
+from cuboid.loss import Loss
+from cuboid.mesh import Axis, Mesh
+from cuboid.norm import Norm, norm
+from cuboid.parallel import Index, Place, Role
+from cuboid.product import Linear, Out, Product, product
+from cuboid.randomness import dropout
+from cuboid.weights import Bucket, Weights, gather, open_buckets
+
+SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
+    "into.weight": ((("y", "x"), ("z",)), ()),
+    "into.bias": ((("y", "x"),), ()),  # whole dY over z: every z-rank has the same gradient
+    "out_of.weight": ((("z", "x"), ("y",)), ()),
+    "out_of.bias": ((("z", "x"),), ()),
+    "norm": ((("z", "x"),), ("y",)),  # each y-rank has seen its own tokens
+    "table": ((("y", "x"), ("z",)), ()),
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is kept from forward for backward of an operand gathered for a product: its shard, to gather again, or the
+    whole."""
+
+    activations: Literal["regather", "retain"] = "regather"
+    weights: Literal["regather", "retain"] = "regather"
+    head_elements: int = 1 << 24  # of partial logits at a time
+
+    def __post_init__(self) -> None:
+        for name in ("activations", "weights"):
+            if getattr(self, name) not in ("regather", "retain"):
+                raise ValueError(f"policy {name}={getattr(self, name)!r} is not one of regather, retain")
+
+
+class CuboidParallel:
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh, policy: Policy = Policy(), dtype: torch.dtype | None = None
+    ) -> None:
+        self.config, self.mesh, self.policy, self.dtype = config, mesh, policy, dtype
+        config.check(mesh.cuboid, mesh.cuboid.data, 1)
+
+    def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
+        cuts, sums = SPECS[role]
+        return Spec(shape, cuts, sums)
+
+    # Tokens
+
+    def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
+        mesh, device = self.mesh, self.mesh.device
+        replicas, x, y, z = mesh.data.size, mesh.x.size, mesh.y, mesh.z
+        padded = round_up(batch, replicas * x) if decode else batch
+        self.config.check(mesh.cuboid, padded, start + seq)
+        along_batch = gcd(padded // replicas, x)
+        context = mesh.part_of_x(x // along_batch)
+        count = padded // (replicas * along_batch)
+        first = (mesh.data.index * along_batch + mesh.x.index // context.size) * count
+        samples = torch.arange(first, first + count, device=device)
+        unit = lcm(y.size, z.size, 2 if context.size > 1 else 1) * context.size
+        positions = start + torch.cat(dealt(round_up(seq, unit), context.size, context.index)).to(device)
+        s_y = positions.chunk(y.size)[y.index]
+        s_z = positions.chunk(z.size)[z.index]
+        hidden = torch.arange(*cut(self.config.hidden, z.size, z.index), device=device)
+        classes = torch.arange(*cut(self.config.vocab, y.size, y.index), device=device)
+        residual, logits = Index(s_y, samples, hidden), Index(s_z, samples, classes)
+        turn = rotation(self.config, positions) if self.config.rotary else None
+        return Place(batch, seq, start, samples, positions, context, residual, logits, turn)
+
+    # Weights
+
+    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]]) -> Bucket:
+        return Bucket(parameters, self.mesh, self.dtype, retain=self.policy.weights == "retain")
+
+    def open(self, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
+        return open_buckets(buckets, self.mesh)
+
+    def gather(self, bucket: Bucket, opened: Tensor) -> Weights:
+        return gather(bucket, opened)
+
+    def release(self, bucket: Bucket) -> None:
+        bucket.release("forward")
+
+    # Layers
+
+    def embed(self, ids: Tensor, tables: Sequence[tuple[Weights, nn.Parameter]], place: Place) -> Steps:
+        lengths = (self.config.vocab, self.config.context)
+        starts = [cut(n, self.mesh.y.size, self.mesh.y.index)[0] for n, _ in zip(lengths, tables, strict=False)]
+        all_ids = (ids, place.positions[:, None])[: len(tables)]
+        X = yield from lookup(tables, Lookup(all_ids, starts, self.mesh.y))
+        return X
+
+    def norm(self, X: Tensor, W: Weights, weight: nn.Parameter, bias: nn.Parameter | None) -> Steps:
+        call = Norm(W.bucket, weight, bias, self.mesh.z, self.config.norm_eps, centred=bias is not None)
+        Y = yield from norm(X, W, call)
+        return Y
+
+    def _product(self, X: Tensor, W: Weights, outs: Sequence[Out], k: Axis, n: Axis, blocks: int = 1) -> Steps:
+        retain = self.policy.activations == "retain"
+        Ys = yield from product(X, W, Product(W.bucket, outs, k, n, blocks, retain))
+        return Ys
+
+    def into(self, X: Tensor, W: Weights, linears: Sequence[Linear], heads: Sequence[int] = ()) -> Steps:
+        y, z = self.mesh.y, self.mesh.z
+        # outputs whose heads y·z cannot cut come out cut by tokens; `attend` gathers them
+        whole = [bool(heads) and heads[i] % (y.size * z.size) == 0 for i in range(len(linears))]
+        groups = [(True, z.size), (False, 1)]
+        outs = [
+            Out(chosen, blocks)
+            for by_heads, blocks in groups
+            if (chosen := [linear for linear, by in zip(linears, whole, strict=True) if by == by_heads])
+        ]
+        Ys = yield from self._product(X, W, outs, k=z, n=y)
+        found = {}
+        for Y, out in zip(Ys, outs, strict=True):
+            rows = [W[linear.weight].shape[0] // out.blocks for linear in out.linears]
+            parts = Y.split(rows, dim=-1) if len(rows) > 1 else (Y,)
+            found.update(zip(map(id, out.linears), parts, strict=True))
+        Ys = [found[id(linear)] for linear in linears]
+        return [Y.unflatten(-1, (-1, self.config.head_dim)) if by else Y for Y, by in zip(Ys, whole, strict=True)]
+
+    def out_of(self, X: Tensor, W: Weights, linear: Linear, heads: int = 0) -> Steps:
+        y, z = self.mesh.y, self.mesh.z
+        (Y,) = yield from self._product(X, W, [Out([linear])], k=y, n=z, blocks=z.size if heads else 1)
+        return Y
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, cache: Cache | None = None) -> Steps:
+        if k.dim() == 3:  # cut by tokens
+            k, v = yield from self._few_heads(k, v)
+        if place.turn is not None:
+            q, k = rotate(q, place.turn), rotate(k, place.turn)
+            v = v.contiguous()  # else the view would keep q's and k's memory as well
+        if cache is not None:
+            k, v = cache.extend(k, v, place.seq)
+            return attend(q, k, v, place.positions, torch.arange(len(k), device=k.device))
+        if place.context.size == 1:
+            return attend(q, k, v)
+        k, v = yield from self._whole_sequence(k, v, place.context)
+        parts, outs = place.context.size, []
+        for q_c, mine, piece in zip(
+            q.chunk(2), place.positions.chunk(2), (place.context.index, 2 * parts - 1 - place.context.index), strict=True
+        ):
+            stop = (piece + 1) * len(mine)  # causal: nothing later is looked at
+            outs.append(attend(q_c, k[:stop], v[:stop], mine, torch.arange(stop, device=q.device)))
+        return torch.cat(outs)
+
+    def _few_heads(self, k: Tensor, v: Tensor) -> Steps:
+        """Keys and values of fewer heads than y·z, cut by tokens over z and by features over y: gather them and pick
+        the heads that this rank's queries need."""
+        y, z, config = self.mesh.y, self.mesh.z, self.config
+        first = 0
+        if config.kv_heads % y.size:
+            width = ceil_div(config.kv_dim, y.size)
+            kv = torch.stack([F.pad(part, (0, width - part.shape[-1])) for part in (k, v)])
+            kv = yield from collective("all_gather", kv[None], y)
+            k, v = kv.permute(1, 2, 3, 0, 4).flatten(-2)[..., : config.kv_dim].unbind()  # y 2 s b w -> 2 s b (y w)
+        else:
+            first = y.index * config.kv_heads // y.size
+        kv = yield from collective("all_gather", torch.cat((k, v), -1), z)
+        k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in kv.chunk(2, -1))
+        mine = config.heads // (y.size * z.size)
+        top = (y.index * z.size + z.index) * mine
+        need = [h * config.kv_heads // config.heads - first for h in range(top, top + mine)]
+        each = sorted(set(need))
+        if [head for head in each for _ in range(mine // len(each))] == need:
+            need = each  # every key head serves as many of our queries
+        return k[:, :, need], v[:, :, need]
+
+    def _whole_sequence(self, k: Tensor, v: Tensor, context: Axis) -> Steps:
+        """Keys and values of all parts of the sequence, in its order."""
+        kv = yield from collective("all_gather", torch.cat((k, v), 2), context)
+        pieces = kv.chunk(2 * context.size)
+        return torch.cat((*pieces[::2], *pieces[::-2])).chunk(2, 2)
+
+    def dropout(self, X: Tensor, key: int, place: Place) -> Tensor:
+        return dropout(X, self.config.dropout, key, place.residual)
+
+    def head_loss(self, X: Tensor, W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
+        mesh, vocab, (s, b) = self.mesh, self.config.vocab, targets.shape
+        start, _ = cut(vocab, mesh.y.size, mesh.y.index)
+        chunk = chunk_rows(s, mesh.z.size, b * ceil_div(vocab, mesh.y.size), self.policy.head_elements)
+        call = Head(W.bucket, weight, targets, start, vocab, loss, mesh, chunk, torch.is_grad_enabled())
+        value = yield from head_loss(X, W, call)
+        return value
+
+
+def dealt(s: int, parts: int, index: int) -> tuple[Tensor, ...]:
+    """The positions that part `index` of a sequence of s takes: its share, from both ends if there are several parts.
+
+    >>> [[int(i) for p in dealt(8, 2, index) for i in p] for index in range(2)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    if parts == 1:
+        return (torch.arange(s),)
+    pieces = torch.arange(s).chunk(2 * parts)
+    return pieces[index], pieces[-1 - index]

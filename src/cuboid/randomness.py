@@ -1,0 +1,85 @@
+"""Random numbers by global index: the value at an index depends on the seed, the tensor's name and the index alone.
+
+So the same seed is the same model, and the same dropout, on every cuboid. Only integer arithmetic and table look-ups are
+used, because a transcendental function may round differently at the edge of a slice.
+"""
+
+import hashlib
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_GOLDEN, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64, as signed
+_TABLE_BITS = 16
+_CHUNK = 1 << 20
+
+
+def key_of(seed: int, name: str) -> int:
+    """A 63-bit key for one tensor."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _shift(h: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (h >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(h: Tensor) -> Tensor:
+    """splitmix64's finaliser: every bit of the result depends on every bit of h."""
+    h = (h ^ _shift(h, 30)) * _MIX1
+    h = (h ^ _shift(h, 27)) * _MIX2
+    return h ^ _shift(h, 31)
+
+
+@cache
+def _normal_quantiles() -> Tensor:
+    """The standard normal at the middles of 2^16 equally likely intervals, scaled to a variance of exactly one."""
+    n = 1 << _TABLE_BITS
+    p = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    z = torch.special.ndtri(p)
+    return z / z.square().mean().sqrt()
+
+
+def normal(key: int, shape: tuple[int, ...], ranges: tuple[tuple[int, int], ...], std: float) -> Tensor:
+    """The slice `ranges` of a normal tensor of the global `shape`, in fp64 on the CPU, without making the rest."""
+    (top, bottom), *rest = ranges
+    columns = torch.zeros(1, dtype=torch.int64)
+    for n, (start, stop) in zip(shape[1:], rest, strict=True):
+        columns = (columns[:, None] * n + torch.arange(start, stop)).reshape(-1)
+    width = torch.Size(shape[1:]).numel()
+    slice_shape = tuple(stop - start for start, stop in ranges)
+    out = torch.empty(slice_shape, dtype=torch.float64).reshape(bottom - top, -1)
+    step = max(1, _CHUNK // max(1, columns.numel()))
+    table = _normal_quantiles() * std
+    for row in range(top, bottom, step):
+        rows = torch.arange(row, min(row + step, bottom))
+        index = rows[:, None] * width + columns
+        out[row - top : row - top + rows.numel()] = table[_shift(mix(index * _GOLDEN + key), 64 - _TABLE_BITS)]
+    return out.view(slice_shape)
+
+
+class _Dropout(torch.autograd.Function):
+    """Saves no mask: the key makes it again."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, p: float, key: int, index: tuple[Tensor, Tensor, Tensor]) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.p, ctx.key, ctx.index = p, key, index
+        return x * _keep(p, key, index, x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        return dy * _keep(ctx.p, ctx.key, ctx.index, dy.dtype), None, None, None
+
+
+def _keep(p: float, key: int, index: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    s, b, d = index
+    row = mix((s[:, None] << 32 | b[None, :]) * _GOLDEN + key)
+    h = mix(row[..., None] + d * _GOLDEN)
+    return (_shift(h, 40) >= round(p * (1 << 24))).to(dtype) / (1 - p)
+
+
+def dropout(x: Tensor, p: float, key: int, index: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Drop elements of x [s, b, d] by their global indices (positions, samples, features)."""
+    return x if p == 0 else _Dropout.apply(x, p, key, index)

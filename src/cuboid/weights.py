@@ -1,0 +1,223 @@
+"""The weights of a layer: shards at rest, one flat gather over x when the layer runs, one reduce-scatter of their
+gradients when it has run backward.
+
+Three autograd nodes make a step's traffic of weights:
+
+    open    shards -> tokens           backward: wait for every gradient, sum what is replicated, hand the shards out
+    gather  token  -> whole weights    backward: launch the reduce-scatter of the layer's gradients
+    (use)   the products of the layer, which gather again in backward unless the whole weights were retained
+
+`open` comes first in the step, so autograd plays its backward last: reduce-scatters are launched as soon as a layer's
+gradients exist and awaited once.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.comm import Flight, all_gather, all_reduce, landed, reduce_scatter, token
+from cuboid.layout import Spec, ceil_div
+from cuboid.mesh import Mesh
+
+Holder = Literal["forward", "backward"]
+
+
+class Bucket:
+    """The parameters gathered together. Whole weights exist only while a pass holds them (or from forward to backward
+    under `retain`)."""
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[nn.Parameter, Spec]],
+        mesh: Mesh,
+        dtype: torch.dtype | None = None,
+        retain: bool = False,
+    ) -> None:
+        self.parameters = [parameter for parameter, _ in parameters]
+        self.specs = [spec for _, spec in parameters]
+        self.mesh, self.dtype, self.retain = mesh, dtype, retain
+        self._index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self._whole: list[Tensor] | None = None
+        self._flight: Flight | None = None
+        self._holders: set[Holder] = set()
+        self._gradients: list[Flight | list[Tensor | None]] = []
+        shapes = [spec.local_shape(mesh.cuboid, mesh.coordinates, gathered=("x",)) for spec in self.specs]
+        self._shapes = shapes
+        # in flight every rank's part is as long as the longest: ceil(rows/x) rows of each parameter cut by x
+        self._rows = [ceil_div(shape[0], mesh.x.size) for shape in shapes]
+        lengths = [
+            rows * torch.Size(shape[1:]).numel() if "x" in spec.cut_by else 0
+            for rows, shape, spec in zip(self._rows, shapes, self.specs, strict=True)
+        ]
+        self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+    def index(self, parameter: nn.Parameter) -> int:
+        return self._index[id(parameter)]
+
+    # Weights: shards -> whole
+
+    def launch(self, holder: Holder) -> None:
+        """Have the whole weights on their way, for `holder` until it releases them."""
+        self._holders.add(holder)
+        if self._whole is None and self._flight is None and self.mesh.x.size > 1:
+            self._flight = all_gather(self._pack(), self.mesh.x)
+
+    def whole(self) -> list[Tensor]:
+        if self._whole is None:
+            parts = None
+            if self._flight is not None:
+                parts, self._flight = self._flight.wait().view(self.mesh.x.size, -1), None
+            self._whole = [self._unpack(i, parts) for i in range(len(self.parameters))]
+        return self._whole
+
+    def again(self, parameter: nn.Parameter) -> Tensor:
+        """In backward: the whole weight's value once more."""
+        self.launch("backward")
+        return self.whole()[self.index(parameter)]
+
+    def release(self, holder: Holder) -> None:
+        self._holders.discard(holder)
+        if not self._holders and not (self.retain and holder == "forward" and torch.is_grad_enabled()):
+            self._whole = None
+
+    def reset(self) -> None:
+        """Forget what an earlier step left: weights retained for a backward that never came are stale."""
+        self._whole, self._flight = None, None
+        self._holders.clear()
+
+    def _pack(self) -> Tensor:
+        like = self.parameters[0]
+        flat = like.new_zeros(self._starts[-1], dtype=self.dtype or like.dtype)
+        for i, parameter in enumerate(self.parameters):
+            if "x" in self.specs[i].cut_by:
+                flat[self._starts[i] :][: parameter.numel()].copy_(parameter.detach().view(-1))
+        return flat
+
+    def _unpack(self, i: int, parts: Tensor | None) -> Tensor:
+        if parts is None or "x" not in self.specs[i].cut_by:
+            return self.parameters[i].detach().to(self.dtype or self.parameters[i].dtype)
+        shape = self._shapes[i]
+        mine = parts[:, self._starts[i] : self._starts[i + 1]]
+        return mine.reshape(-1, *shape[1:])[: shape[0]]
+
+    # Gradients: whole -> shards
+
+    def reduce(self, gradients: Sequence[Tensor | None]) -> None:
+        """Launch the sum over x of the whole weights' gradients."""
+        x = self.mesh.x
+        if all(gradient is None for gradient in gradients):
+            return
+        if x.size == 1:
+            self._gradients.append(list(gradients))
+            return
+        like = self.parameters[0]
+        flat = like.new_zeros((x.size, self._starts[-1]), dtype=self.dtype or like.dtype)
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and "x" in self.specs[i].cut_by:
+                flat[:, self._starts[i] : self._starts[i + 1]] = self._parts(i, gradient)
+        self._gradients.append([None if "x" in s.cut_by else g for s, g in zip(self.specs, gradients, strict=True)])
+        self._gradients.append(reduce_scatter(flat.view(-1), x, dtype=like.dtype))
+
+    def _parts(self, i: int, gradient: Tensor) -> Tensor:
+        """The whole weight's gradient as a row for each rank of x, the short parts of an uneven cut filled up."""
+        rows, (n, *rest) = self._rows[i] * self.mesh.x.size, self._shapes[i]
+        if rows != n:
+            gradient = torch.cat((gradient, gradient.new_zeros(rows - n, *rest)))
+        return gradient.reshape(self.mesh.x.size, -1)
+
+    def reduce_one(self, parameter: nn.Parameter, gradient: Tensor) -> Flight:
+        """Launch the sum over x of one weight's gradient; the flight brings the shard's, to be handed to `add`."""
+        if self.mesh.x.size == 1:
+            return landed(gradient.to(parameter.dtype))
+        flight = reduce_scatter(self._parts(self.index(parameter), gradient).reshape(-1), self.mesh.x, parameter.dtype)
+        return Flight(None, lambda: flight.wait()[: parameter.numel()].view(parameter.shape))
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to the gradient of one shard."""
+        mine: list[Tensor | None] = [None] * len(self.parameters)
+        mine[self.index(parameter)] = gradient
+        self._gradients.append(mine)
+
+    def collect(self) -> list[Tensor | None]:
+        """The shards' gradients, all uses of the weights summed."""
+        total: list[Tensor | None] = [None] * len(self.parameters)
+        reduced, self._gradients = self._gradients, []
+        for item in reduced:
+            for i, gradient in enumerate(self._split(item.wait()) if isinstance(item, Flight) else item):
+                if gradient is not None:
+                    gradient = gradient.to(self.parameters[i].dtype)
+                    before = total[i]
+                    total[i] = gradient if before is None else before + gradient
+        return total
+
+    def _split(self, flat: Tensor) -> list[Tensor | None]:
+        return [
+            flat[start : start + p.numel()].view(p.shape) if "x" in spec.cut_by else None
+            for start, p, spec in zip(self._starts, self.parameters, self.specs, strict=False)
+        ]
+
+
+class Weights:
+    """The whole weights of one bucket as one pass through its layer sees them, differentiable. Drop it with the pass."""
+
+    def __init__(self, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
+        self.bucket, self._tensors = bucket, tensors
+
+    def __getitem__(self, parameter: nn.Parameter) -> Tensor:
+        return self._tensors[self.bucket.index(parameter)]
+
+
+def open_buckets(buckets: Sequence[Bucket], mesh: Mesh) -> list[Tensor]:
+    """A token for each bucket, from which `gather` makes the whole weights. Call it first in a step."""
+    for bucket in buckets:
+        bucket.reset()
+    parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+    return list(_Open.apply(buckets, mesh, *parameters))
+
+
+def gather(bucket: Bucket, opened: Tensor) -> Weights:
+    return Weights(bucket, _Gather.apply(opened, bucket))
+
+
+class _Open(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buckets: Sequence[Bucket], mesh: Mesh, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.buckets, ctx.mesh = buckets, mesh
+        return tuple(token(bucket.parameters[0]) for bucket in buckets)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        mesh = ctx.mesh
+        gradients = [gradient for bucket in ctx.buckets for gradient in bucket.collect()]
+        specs = [spec for bucket in ctx.buckets for spec in bucket.specs]
+        for axis in (mesh.x, mesh.y, mesh.z):
+            _sum_over(axis, gradients, (i for i, spec in enumerate(specs) if axis.name in spec.sums))
+        _sum_over(mesh.data, gradients, range(len(specs)))
+        return None, None, *gradients
+
+
+def _sum_over(axis: Any, gradients: list[Tensor | None], which: Iterable[int]) -> None:
+    """All-reduce the gradients `which` in place, as one flat tensor."""
+    chosen = [(i, gradient) for i in which if (gradient := gradients[i]) is not None]
+    if axis.size == 1 or not chosen:
+        return
+    flat = all_reduce(torch.cat([gradient.reshape(-1) for _, gradient in chosen]), axis).wait()
+    for (i, gradient), part in zip(chosen, flat.split([g.numel() for _, g in chosen]), strict=True):
+        gradients[i] = part.view(gradient.shape)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, opened: Tensor, bucket: Bucket) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.bucket = bucket
+        bucket.launch("forward")
+        return tuple(weight.view_as(weight) for weight in bucket.whole())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        ctx.bucket.reduce(gradients)
+        ctx.bucket.release("backward")
+        return token(ctx.bucket.parameters[0]), None
