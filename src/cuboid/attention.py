@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from cuboid.config import ModelConfig
 
@@ -67,16 +68,21 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     return _Rotate.apply(x, cos, sin).to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor | None = None, k_positions: Tensor | None = None) -> Tensor:
-    """Causal attention: q [s, b, h, e], k and v [t, b, g, e] with g dividing h -> [s, b, (h e)].
-
-    Without positions, q and k are the same tokens in their order. With them, a query sees the keys at its position and
-    before."""
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of queries that are the last s of t tokens: q [s, b, h, e], k and v [t, b, g, e] with g dividing
+    h -> [s, b, (h e)]."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # s b h e -> b h s e
-    mask = None
-    if q_positions is not None and k_positions is not None:
-        mask = q_positions[:, None] >= k_positions
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    s, t, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
+    if s == t:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    else:
+        # on a GPU the kernel knows this shape; on a CPU it must be given the mask
+        mask = causal_lower_right(s, t) if q.is_cuda else q.new_ones(s, t, dtype=torch.bool).tril(t - s)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
     return y.permute(2, 0, 1, 3).flatten(2)  # b h s e -> s b (h e)
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, tokens: int) -> Tensor:
+    """Attention of the first `tokens` of q to all that the cache has, k and v of these tokens included."""
+    k, v = cache.extend(k, v, tokens)
+    return F.pad(attend(q[:tokens], k, v), (0, 0, 0, 0, 0, len(q) - tokens))

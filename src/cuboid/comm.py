@@ -41,7 +41,11 @@ class Flight:
     """A collective under way."""
 
     def __init__(
-        self, work: dist.Work | None, result: Callable[[], Tensor], entry: Entry | None = None, axis: Axis | None = None
+        self,
+        work: dist.Work | None,
+        result: Callable[[], Tensor],
+        entry: Entry | None = None,
+        axis: Axis | None = None,
     ) -> None:
         self._work, self._result, self._entry, self._axis = work, result, entry, axis
         if work is not None and entry is not None:

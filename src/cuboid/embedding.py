@@ -37,9 +37,18 @@ def lookup(tables: Sequence[tuple[Weights, nn.Parameter]], call: Lookup) -> Step
 
 
 def _own(ids: Tensor, start: int, rows: int) -> Tensor:
-    """Row of this block for each id; `rows` where it is in another's block."""
+    """Row of this block for each id; `rows` where it is in another's block or padding."""
     local = ids - start
     return torch.where((local >= 0) & (local < rows), local, rows)
+
+
+def _rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
+    """The rows of this block's ids, zero for the others."""
+    n = table.shape[0]
+    if n == 0:
+        return table.new_zeros(*ids.shape, table.shape[1])
+    own = _own(ids, start, n)
+    return table[own.clamp(max=n - 1)] * (own < n)[..., None]
 
 
 class _Launch(torch.autograd.Function):
@@ -49,9 +58,7 @@ class _Launch(torch.autograd.Function):
         ctx.like = [(table.shape, table.dtype) for table in tables]
         partial = None
         for ids, start, table in zip(call.ids, call.starts, tables, strict=True):
-            own = _own(ids, start, table.shape[0])
-            padded = torch.cat((table, table.new_zeros(1, table.shape[1]))) if call.y.size > 1 else table
-            rows = padded[own]
+            rows = _rows(table, ids, start)
             partial = rows if partial is None else partial + rows
         assert partial is not None
         call.flight = reduce_scatter(partial, call.y)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor  # noqa: F401  imported once, before the fork
+import torch.distributed.tensor
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,9 @@ class Pool:
         if isinstance(error, ValueError):
             raise error
         code = self._ranks[rank].exitcode
-        raise RankError(f"rank {rank} failed\n{trace}" if trace else f"rank {rank} ended with exit code {code}") from error
+        raise RankError(
+            f"rank {rank} failed\n{trace}" if trace else f"rank {rank} ended with exit code {code}"
+        ) from error
 
     def close(self, kill: bool = False) -> None:
         for pipe in self._pipes:
@@ -172,7 +174,9 @@ def launch(fn: Callable[..., Any], ranks: int = 8, args: Sequence[Any] = ()) -> 
             return pool.run(fn, *args)
     size = int(os.environ["WORLD_SIZE"])
     if size != ranks:
-        raise ValueError(f"torchrun started {size} ranks but {ranks} are wanted; set --nproc-per-node and --nnodes to match")
+        raise ValueError(
+            f"torchrun started {size} ranks but {ranks} are wanted; set --nproc-per-node and --nnodes to match"
+        )
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     try:

@@ -68,9 +68,7 @@ class Spec:
             copies *= cuboid.sizes[axis]
         return copies
 
-    def ranges(
-        self, cuboid: Cuboid, coordinates: Mapping[str, int], gathered: Iterable[str] = ()
-    ) -> tuple[Range, ...]:
+    def ranges(self, cuboid: Cuboid, coordinates: Mapping[str, int], gathered: Iterable[str] = ()) -> tuple[Range, ...]:
         """The index range a rank holds in each dim, were the axes in `gathered` not cutting."""
         found = []
         for n, axes in zip(self.shape, self.cuts, strict=True):

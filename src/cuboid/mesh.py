@@ -156,4 +156,3 @@ class Mesh:
         for axis in [*axes, *self._parts_of_x.values()]:
             if axis.group is not None and axis.group is not dist.group.WORLD:
                 dist.destroy_process_group(axis.group)
-

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.attention import Cache
-from cuboid.comm import Steps, all_reduce, run
+from cuboid.comm import all_reduce, run
 from cuboid.loss import Loss
 from cuboid.nn import Block, Linear, Norm, Table, declared, initialise
 from cuboid.parallel import Parallel, Place

@@ -58,7 +58,7 @@ class Product:
     retain: bool = False  # keep AG_n(X) for backward instead of gathering again
     X: Flight | None = None
     X_s: Tensor | None = None
-    tokens: torch.Size = field(default_factory=torch.Size)  # s, b of the gathered tokens
+    b: int = 0
     bias: list[Tensor | None] = field(default_factory=list)
     Y: list[Flight] = field(default_factory=list)
     dY: list[Flight] = field(default_factory=list)
@@ -89,16 +89,14 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, X_s: Tensor, call: Product) -> Tensor:
         ctx.call = call
         call.X, call.X_s = all_gather(X_s, call.n), X_s
-        s = X_s.shape[0] * (call.n.size if call.blocks == 1 else 1)
-        call.tokens = torch.Size((s, X_s.shape[1]))
+        call.b = X_s.shape[1]
         return token(X_s)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         call = ctx.call
         dX_s, call.dX = call.dX.wait(), None
-        s, b = call.tokens
-        return dX_s.view(s // call.n.size if call.blocks == 1 else s, b, -1), None
+        return unstack(dX_s, call.b), None
 
 
 class _Multiply(torch.autograd.Function):
@@ -152,10 +150,9 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, multiplied: Tensor, call: Product) -> tuple[Tensor, ...]:
         ctx.call = call
-        s, b = call.tokens
         Ys = []
-        for flight, out, bias in zip(call.Y, call.outs, call.bias, strict=True):
-            Y_s = flight.wait().view(s if out.blocks > 1 else s // call.k.size, b, -1)
+        for flight, bias in zip(call.Y, call.bias, strict=True):
+            Y_s = unstack(flight.wait(), call.b)
             Ys.append(Y_s if bias is None else Y_s.add_(bias))
         call.Y, call.bias = [], []
         return tuple(Ys)
@@ -169,8 +166,15 @@ class _Finish(torch.autograd.Function):
 
 
 def stack(X: Tensor, blocks: int) -> Tensor:
-    """[(blocks s) b k] or [s b k] -> [blocks, m, k]."""
-    return X.reshape(blocks, -1, X.shape[-1])
+    """[(blocks s) b k] -> [blocks, m, k]."""
+    s, b, k = X.shape
+    return X.view(blocks, s // blocks * b, k)
+
+
+def unstack(X: Tensor, b: int) -> Tensor:
+    """[(s b) k] -> [s, b, k]"""
+    m, k = X.shape
+    return X.view(m // b, b, k)
 
 
 def columns(Y: Tensor, Ws: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -50,7 +50,7 @@ def normal(key: int, shape: tuple[int, ...], ranges: tuple[tuple[int, int], ...]
         columns = (columns[:, None] * n + torch.arange(start, stop)).reshape(-1)
     width = torch.Size(shape[1:]).numel()
     slice_shape = tuple(stop - start for start, stop in ranges)
-    out = torch.empty(slice_shape, dtype=torch.float64).reshape(bottom - top, -1)
+    out = torch.empty(bottom - top, columns.numel(), dtype=torch.float64)
     step = max(1, _CHUNK // max(1, columns.numel()))
     table = _normal_quantiles() * std
     for row in range(top, bottom, step):

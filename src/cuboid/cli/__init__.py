@@ -1,10 +1,12 @@
 """The command line. Every command is one file here; bad input ends it with exit code 2 and one clear message."""
 
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from cuboid import __version__
 from cuboid.cli.verify import verify
 
 app = typer.Typer(
@@ -15,6 +17,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(verify)
+
+
+@app.callback(invoke_without_command=True)
+def options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"cuboid {__version__}")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.attention import Cache, attend, rotate, rotation
+from cuboid.attention import Cache, attend, attend_cached, rotate, rotation
 from cuboid.comm import Steps, collective
 from cuboid.config import ModelConfig
 from cuboid.embedding import Lookup, lookup
@@ -138,7 +138,7 @@ class CuboidParallel:
             if (chosen := [linear for linear, by in zip(linears, whole, strict=True) if by == by_heads])
         ]
         Ys = yield from self._product(X, W, outs, k=z, n=y)
-        found = {}
+        found: dict[int, Tensor] = {}
         for Y, out in zip(Ys, outs, strict=True):
             rows = [W[linear.weight].shape[0] // out.blocks for linear in out.linears]
             parts = Y.split(rows, dim=-1) if len(rows) > 1 else (Y,)
@@ -158,18 +158,18 @@ class CuboidParallel:
             q, k = rotate(q, place.turn), rotate(k, place.turn)
             v = v.contiguous()  # else the view would keep q's and k's memory as well
         if cache is not None:
-            k, v = cache.extend(k, v, place.seq)
-            return attend(q, k, v, place.positions, torch.arange(len(k), device=k.device))
+            return attend_cached(q, k, v, cache, place.seq)
         if place.context.size == 1:
             return attend(q, k, v)
         k, v = yield from self._whole_sequence(k, v, place.context)
-        parts, outs = place.context.size, []
-        for q_c, mine, piece in zip(
-            q.chunk(2), place.positions.chunk(2), (place.context.index, 2 * parts - 1 - place.context.index), strict=True
-        ):
-            stop = (piece + 1) * len(mine)  # causal: nothing later is looked at
-            outs.append(attend(q_c, k[:stop], v[:stop], mine, torch.arange(stop, device=q.device)))
-        return torch.cat(outs)
+        parts, index = place.context.size, place.context.index
+        piece = len(q) // 2
+        stops = (
+            (index + 1) * piece,
+            (2 * parts - index) * piece,
+        )  # our two pieces' ends: nothing later is looked at
+        q = q.contiguous()  # as with v above
+        return torch.cat([attend(q_i, k[:stop], v[:stop]) for q_i, stop in zip(q.chunk(2), stops, strict=True)])
 
     def _few_heads(self, k: Tensor, v: Tensor) -> Steps:
         """Keys and values of fewer heads than y·z, cut by tokens over z and by features over y: gather them and pick

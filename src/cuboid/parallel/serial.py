@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.attention import Cache, attend, rotate, rotation
+from cuboid.attention import Cache, attend, attend_cached, rotate, rotation
 from cuboid.comm import Steps
 from cuboid.config import ModelConfig
 from cuboid.layout import Spec
@@ -29,7 +29,9 @@ class _Plain:
 
 
 class Serial:
-    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> None:
         self.config, self.dtype = config, dtype
         self.mesh = Mesh(Cuboid(), device=device, alone=True)
 
@@ -66,7 +68,7 @@ class Serial:
 
     def norm(self, X: Tensor, W: _Plain, weight: nn.Parameter, bias: nn.Parameter | None) -> Steps:
         if bias is None:
-            return F.rms_norm(X, weight.shape, W[weight], self.config.norm_eps)
+            return _RMSNorm.apply(X, W[weight], self.config.norm_eps)
         return F.layer_norm(X, weight.shape, W[weight], W[bias], self.config.norm_eps)
         yield
 
@@ -78,10 +80,7 @@ class Serial:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, cache: Cache | None = None) -> Steps:
         if place.turn is not None:
             q, k = rotate(q, place.turn), rotate(k, place.turn)
-        if cache is None:
-            return attend(q, k, v)
-        k, v = cache.extend(k, v, place.seq)
-        return attend(q, k, v, place.positions, torch.arange(len(k), device=k.device))
+        return attend(q, k, v) if cache is None else attend_cached(q, k, v, cache, place.seq)
         yield
 
     def out_of(self, X: Tensor, W: _Plain, linear: Linear, heads: int = 0) -> Steps:
@@ -94,6 +93,23 @@ class Serial:
     def head_loss(self, X: Tensor, W: _Plain, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
         return _HeadLoss.apply(X, W[weight], targets, loss)
         yield
+
+
+class _RMSNorm(torch.autograd.Function):
+    """F.rms_norm, made again in backward: PyTorch's own keeps several tensors as large as X."""
+
+    @staticmethod
+    def forward(ctx: Any, X: Tensor, w: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(X, w)
+        ctx.eps = eps
+        return F.rms_norm(X, w.shape, w, eps)
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> tuple[Tensor, Tensor, None]:
+        X, w = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            dX, dw = torch.autograd.grad(F.rms_norm(X, w.shape, w, ctx.eps), (X, w), dY)
+        return dX, dw, None
 
 
 def cross_entropy(X: Tensor, W: Tensor, targets: Tensor, loss: Loss) -> Tensor:

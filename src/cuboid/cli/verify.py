@@ -1,0 +1,140 @@
+"""`cuboid verify`: is the cuboid's step the serial one's, on this machine?"""
+
+import json
+import re
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cuboid.config import FAMILIES, ModelConfig
+from cuboid.launch import launch
+from cuboid.loss import Loss
+from cuboid.mesh import AXES, Cuboid, factorisations
+from cuboid.parallel.cuboid import Policy
+from cuboid.verify import DTYPES, Case, Report
+from cuboid.verify import verify as verify_on_rank
+
+
+def verify(
+    cuboid: Annotated[str, typer.Option(help="x,y,z; the most even block of --ranks if left out.")] = "",
+    data: Annotated[int, typer.Option(help="Replicas of the whole block.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Ranks in all: x·y·z·data. 8 if neither this nor --cuboid is given.")] = 0,
+    order: Annotated[str, typer.Option(help="Axes from slowest over ranks to fastest.")] = ",".join(AXES),
+    family: Annotated[str, typer.Option(help=f"One of {', '.join(FAMILIES)}.")] = "gpt2",
+    layers: Annotated[int, typer.Option()] = 2,
+    hidden: Annotated[int, typer.Option()] = 96,
+    heads: Annotated[int, typer.Option()] = 24,
+    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values; 0: as many as heads.")] = 0,
+    ffn: Annotated[int, typer.Option(help="MLP inner size; 0: what the family does.")] = 0,
+    vocab: Annotated[int, typer.Option()] = 500,
+    seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 48,
+    batch: Annotated[int, typer.Option(help="Sequences in all.")] = 8,
+    tied: Annotated[bool | None, typer.Option(help="Head tied to the embedding; the family's way if left out.")] = None,
+    bias: Annotated[bool | None, typer.Option(help="Biases; the family's way if left out.")] = None,
+    dropout: Annotated[float, typer.Option(help="Drop this share, the same elements on every cuboid.")] = 0.1,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "fp64",
+    activations: Annotated[
+        str, typer.Option(help="regather or retain gathered activations for backward.")
+    ] = "regather",
+    weights: Annotated[str, typer.Option(help="regather or retain gathered weights for backward.")] = "regather",
+    label_smoothing: Annotated[float, typer.Option()] = 0.0,
+    z_loss: Annotated[float, typer.Option()] = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Run a model on a cuboid and serially; compare loss, logits, every gradient, bytes, FLOPs and memory.
+
+    Exits 0 if all agree, 1 if anything does not. Rank 0 holds the whole model, so keep it small. Ranks are forked on this
+    machine; on a cluster start it with torchrun: torchrun --nproc-per-node 8 -m cuboid verify --cuboid 2,2,2
+    """
+    shape = Cuboid.parse(cuboid, data, order) if cuboid else most_even(ranks or 8 * data, data)
+    if ranks and ranks != shape.ranks:
+        raise ValueError(f"--ranks {ranks} is not x·y·z·data = {shape.ranks} of cuboid {shape}; leave one of them out")
+    config = ModelConfig(
+        family, layers, hidden, heads, vocab, seq, kv_heads, ffn=ffn, tied=tied, bias=bias, dropout=dropout
+    )
+    policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
+    case = Case(config, shape, batch, seq, dtype, policy, Loss(label_smoothing=label_smoothing, z_loss=z_loss), seed)
+    console = Console(stderr=as_json)
+    results = launch(verify_on_rank, shape.ranks, [case])
+    report = results[0]
+    if report is None:  # a rank other than 0 under torchrun
+        return
+    if as_json:
+        print(json.dumps({"cuboid": shape.sizes, "config": vars(config), **report.export()}, indent=2, default=vars))
+    else:
+        show(console, case, report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def most_even(ranks: int, data: int) -> Cuboid:
+    """The block of ranks/data devices nearest to a cube."""
+    if data < 1 or ranks < 1 or ranks % data:
+        raise ValueError(f"--ranks {ranks} is not a multiple of --data {data}; choose ranks = x·y·z·data")
+    best = min(factorisations(ranks // data), key=lambda c: (max(c.x, c.y, c.z), c.z, c.y))
+    return Cuboid(best.x, best.y, best.z, data)
+
+
+def show(console: Console, case: Case, report: Report) -> None:
+    c = case.config
+    console.print(
+        f"{c.family}: {c.layers} layers, hidden {c.hidden}, {c.heads} heads ({c.kv_heads} of keys), ffn {c.ffn}, "
+        f"vocab {c.vocab}, {c.parameters:,} parameters; batch {case.batch} × {case.seq}; {case.dtype}\n"
+        f"cuboid {case.cuboid} on {case.cuboid.ranks} ranks against serial: "
+        f"loss {report.loss:.6f}, gradient norm {report.gradient_norm:.6f}",
+        highlight=False,
+    )
+    errors = Table("tensor", "relative error", title=f"Values (at most {report.tolerance:g})", title_justify="left")
+    for name, error in worst_of_each(report.errors).items():
+        style = "red" if error > report.tolerance else ""
+        errors.add_row(name, f"{error:.1e}", style=style)
+    console.print(errors)
+    traffic = Table(
+        "axis, collective",
+        "calls",
+        "bytes",
+        "formula",
+        title="Sent by rank 0 in a step",
+        title_justify="left",
+    )
+    for name, entry in sorted(report.traffic.items()):
+        style = "red" if entry["bytes"] != entry["predicted"] else ""
+        traffic.add_row(name, str(entry["calls"]), f"{entry['bytes']:,}", f"{entry['predicted']:,}", style=style)
+    console.print(traffic)
+    said = "equal the formula's" if report.traffic_predicted else "[red]differ from the formula's[/]"
+    console.print(f"On every rank, calls and bytes {said}.", highlight=False)
+    balance = Table(
+        "of a rank",
+        "serial / P",
+        "mean",
+        "max / mean",
+        "max / share",
+        "formula",
+        title="Balance",
+        title_justify="left",
+    )
+    for name, b in report.balance.items():
+        agrees = "equal" if b.predicted else "[red]differs[/]"
+        balance.add_row(
+            name,
+            f"{b.share:,.0f}",
+            f"{b.mean:,.0f}",
+            f"{b.largest / b.mean:.4f}",
+            f"{b.largest / b.share:.4f}",
+            agrees,
+        )
+    console.print(balance)
+    console.print("Norms and biases are replicated over the axis they are not cut by: the rest is one P-th, no more.")
+    console.print("[bold green]The cuboid is exact.[/]" if report.ok else "[bold red]MISMATCH[/]: see the red rows.")
+
+
+def worst_of_each(errors: dict[str, float]) -> dict[str, float]:
+    """One row for the same parameter of all layers."""
+    worst: dict[str, float] = {}
+    for name, error in errors.items():
+        row = re.sub(r"blocks\.\d+\.", "blocks.*.", name)
+        worst[row] = max(error, worst.get(row, 0.0))
+    return worst

@@ -1,0 +1,260 @@
+"""What a training step costs a rank: bytes sent per axis and collective, FLOPs, and memory at rest, by formula.
+
+The formulas are those of ARCHITECTURE.md's table, summed over a model. They are arithmetic on sizes alone, so a cluster
+need not exist to be costed; the tests hold them against the ledger, the FLOP counter and autograd's saved tensors.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd, lcm
+
+from cuboid.config import ModelConfig
+from cuboid.head import chunk_rows
+from cuboid.layout import ceil_div, cut, round_up
+from cuboid.mesh import Cuboid
+from cuboid.parallel.cuboid import Policy
+
+
+@dataclass
+class Cost:
+    """Of one rank and one step, forward and backward."""
+
+    traffic: defaultdict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    flops: int = 0
+    matrices: int = 0  # bytes of weights at rest; gradients are as many again, AdamW's state twice as many
+    vectors: int = 0  # bytes of norms and biases, which are replicated over the axis they lack
+    saved: int = 0  # bytes of activations kept from forward to backward
+
+    @property
+    def parameters(self) -> int:
+        return self.matrices + self.vectors
+
+    def bytes(self) -> dict[str, int]:
+        total: defaultdict[str, int] = defaultdict(int)
+        for (axis, _), (_, sent) in self.traffic.items():
+            total[axis] += sent
+        return dict(total)
+
+    def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """(calls, bytes) per axis and kind, as `Ledger.counts` gives them."""
+        table: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+        for (axis, kind), (calls, sent) in sorted(self.traffic.items()):
+            table[axis][kind] = (calls, sent)
+        return dict(table)
+
+
+def step_cost(
+    config: ModelConfig,
+    cuboid: Cuboid,
+    coordinates: Mapping[str, int],
+    batch: int,
+    seq: int,
+    policy: Policy = Policy(),
+    parameter_size: int = 4,
+    compute_size: int = 4,
+) -> Cost:
+    """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products."""
+    config.check(cuboid, batch, seq)
+    return _Step(config, cuboid, coordinates, batch, seq, policy, parameter_size, compute_size).cost
+
+
+#: A parameter [n, k] with the axes that cut n (before x does) and k; None cuts nothing.
+_Weight = tuple[int, int, str, str | None]
+
+
+class _Step:
+    """The sizes a rank holds, and one method a formula; each adds to `cost`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cuboid: Cuboid,
+        coordinates: Mapping[str, int],
+        batch: int,
+        seq: int,
+        policy: Policy,
+        parameter_size: int,
+        compute_size: int,
+    ) -> None:
+        self.c, self.at, self.policy, self.axes = config, coordinates, policy, cuboid.sizes
+        self.stored, self.e, self.wide = parameter_size, compute_size, max(compute_size, 4)
+        self.x, self.y, self.z = cuboid.x, cuboid.y, cuboid.z
+        along_batch = gcd(batch // cuboid.data, cuboid.x)
+        self.context = cuboid.x // along_batch
+        self.b = batch // cuboid.data // along_batch
+        unit = lcm(self.y, self.z, 2 if self.context > 1 else 1) * self.context
+        self.s = round_up(seq, unit) // self.context
+        self.m = self.s * self.b  # tokens of the x-slice
+        self.d = config.hidden // self.z
+        self.summed_over_y = 0  # elements of norm gradients
+        self.cost = Cost()
+
+        self.embedding()
+        for _ in range(config.layers):
+            self.block()
+        self.weights(self.norm_weights(1), again=True)
+        self.norm()
+        self.head()
+        self.reduce("y", self.summed_over_y, self.stored)
+        self.reduce("data", self.cost.parameters // self.stored, self.stored)
+
+    def part(self, n: int, axis: str | None) -> int:
+        if axis is None:
+            return n
+        start, stop = cut(n, self.axes[axis], self.at[axis])
+        return stop - start
+
+    # Collectives over an axis of p, of `whole` elements after gathering or before scattering
+
+    def send(self, kind: str, axis: str, whole: int, size: int, times: int = 1, p: int = 0) -> None:
+        p = p or self.axes[axis]
+        if p > 1 and whole:
+            entry = self.cost.traffic[axis, kind]
+            entry[0] += 1
+            entry[1] += times * whole * size * (p - 1) // p
+
+    def gather(self, axis: str, whole: int, size: int = 0, p: int = 0) -> None:
+        self.send("all_gather", axis, whole, size or self.e, p=p)
+
+    def scatter(self, axis: str, whole: int, size: int = 0, p: int = 0) -> None:
+        self.send("reduce_scatter", axis, whole, size or self.e, p=p)
+
+    def reduce(self, axis: str, whole: int, size: int) -> None:
+        self.send("all_reduce", axis, whole, size, times=2)
+
+    # Weights: AG_m in forward and again for backward, RS_m of the gradient
+
+    def weights(self, weights: Sequence[_Weight], again: bool, gathers: int = 1) -> None:
+        """Of one bucket."""
+        in_flight = 0
+        for n, k, n_axis, k_axis in weights:
+            rows, columns = self.part(n, n_axis), self.part(k, k_axis)
+            held = self.part(rows, "x") * columns
+            if k_axis is None:
+                self.cost.vectors += held * self.stored
+            else:
+                self.cost.matrices += held * self.stored
+            in_flight += ceil_div(rows, self.x) * columns
+        retained = self.policy.weights == "retain"
+        for _ in range(1 if retained else gathers + again):
+            self.gather("x", in_flight * self.x)
+        self.scatter("x", in_flight * self.x)
+
+    def norm_weights(self, count: int) -> list[_Weight]:
+        """Of `count` norms. Their gradients are summed over y at the end."""
+        vectors = count * (1 + self.c.norm_bias)
+        self.summed_over_y += vectors * self.part(self.d, "x")
+        return [(self.c.hidden, 1, "z", None)] * vectors
+
+    # Layers
+
+    def embedding(self) -> None:
+        tied, tables = bool(self.c.tied), [self.c.vocab] + ([] if self.c.rotary else [self.c.context])
+        for i, rows in enumerate(tables):  # a tied table is gathered for the head too
+            self.weights([(rows, self.c.hidden, "y", "z")], again=False, gathers=2 if tied and i == 0 else 1)
+        self.scatter("y", self.m * self.d)
+        self.gather("y", self.m * self.d)
+
+    def norm(self) -> None:
+        rows = self.m // self.y
+        if self.c.norm_bias:
+            self.gather("z", 2 * rows * self.z, self.wide)
+        else:
+            self.reduce("z", rows, self.wide)
+        statistics = rows * (1 + self.c.norm_bias)
+        self.reduce("z", statistics, self.wide)
+        self.cost.saved += rows * self.d * self.e + statistics * self.wide
+
+    def product(self, k: int, outs: Sequence[int], k_axis: str, n_axis: str) -> None:
+        """(1)–(3) of X [m, k] and outputs [m, n] for each n in `outs`, sizes gathered."""
+        retain = self.policy.activations == "retain"
+        for _ in range(1 if retain else 2):
+            self.gather(n_axis, self.m * k)  # X, once more for wgrad
+        for n in outs:
+            self.scatter(k_axis, self.m * n)  # Y
+            self.gather(k_axis, self.m * n)  # dY
+        self.scatter(n_axis, self.m * k)  # dX
+        self.cost.flops += 3 * 2 * self.m * k * sum(outs)
+        self.cost.saved += self.m * k * self.e // (1 if retain else self.axes[n_axis])
+
+    def block(self) -> None:
+        c, bias = self.c, bool(self.c.bias)
+        ups = 2 if c.gated else 1
+        weights: list[_Weight] = [(n, c.hidden, "y", "z") for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * ups)]
+        weights += [(c.hidden, c.q_dim, "z", "y"), (c.hidden, c.ffn, "z", "y")]
+        if bias:
+            weights += [(n, 1, n_axis, None) for n, _, n_axis, _ in weights]
+        self.weights(weights + self.norm_weights(2), again=True)
+        self.norm()
+        self.attention()
+        self.norm()
+        f = self.part(c.ffn, "y")
+        self.product(self.d, [ups * f], k_axis="z", n_axis="y")
+        self.cost.saved += self.m // self.z * ups * f * self.e  # what the nonlinearity saw
+        self.product(f, [self.d], k_axis="y", n_axis="z")
+
+    def attention(self) -> None:
+        c, y, z, m = self.c, self.y, self.z, self.m
+        q, kv = c.q_dim // y, self.part(c.kv_dim, "y")
+        heads, kv_heads = c.heads // (y * z), c.kv_heads // (y * z)
+        if c.kv_heads % (y * z) == 0:
+            self.product(self.d, [q + 2 * kv], k_axis="z", n_axis="y")
+        else:  # keys and values cut by tokens, gathered whole, and picked
+            self.product(self.d, [q, 2 * kv], k_axis="z", n_axis="y")
+            if c.kv_heads % y:
+                wide = 2 * ceil_div(c.kv_dim, y) * y
+                self.gather("y", m // z * wide)
+                self.scatter("y", m // z * wide)
+                kv = c.kv_dim
+            self.gather("z", m * 2 * kv)
+            self.scatter("z", m * 2 * kv)
+            kv_heads = self.picked(heads)
+        keys = m * 2 * kv_heads * c.head_dim
+        seen = [(self.s, self.s)]  # queries, keys they look at
+        if self.context > 1:
+            keys *= self.context
+            self.gather("x", keys, p=self.context)
+            self.scatter("x", keys, p=self.context)
+            piece, index = self.s // 2, self.at["x"] % self.context
+            seen = [(piece, (index + 1) * piece), (piece, (2 * self.context - index) * piece)]
+        scores = sum(s * t for s, t in seen)
+        self.cost.flops += (4 + 10) * self.b * heads * scores * c.head_dim
+        outputs = m * heads * c.head_dim
+        saved = outputs + keys  # queries, keys and values
+        if self.context > 1:
+            masks = sum(s * t for s, t in seen if s != t)
+            saved += outputs + masks  # the pieces' outputs before they are joined
+        elif self.policy.activations == "retain" and z > 1:
+            saved += outputs  # else the very tensor that the next product saves
+        self.cost.saved += saved * self.e + m * heads * self.wide  # and the rows' log-sum-exps
+        self.product(q, [self.d], k_axis="y", n_axis="z")
+
+    def picked(self, heads: int) -> int:
+        """How many heads of keys `heads` queries need, or one each where the need is uneven."""
+        first = (self.at["y"] * self.z + self.at["z"]) * heads
+        need = [h * self.c.kv_heads // self.c.heads for h in range(first, first + heads)]
+        each = sorted(set(need))
+        even = [head for head in each for _ in range(heads // len(each))] == need
+        return len(each) if even else heads
+
+    def head(self) -> None:
+        vocab = self.part(self.c.vocab, "y")
+        if not self.c.tied:
+            self.cost.matrices += self.part(vocab, "x") * self.d * self.stored
+            self.gather("x", ceil_div(vocab, self.x) * self.x * self.d)
+        row = self.b * ceil_div(self.c.vocab, self.y)
+        chunk = chunk_rows(self.s, self.z, row, self.policy.head_elements)
+        self.gather("y", self.m * self.d)  # X
+        for _ in range(self.s // chunk):
+            rows = chunk * self.b
+            self.scatter("z", rows * vocab)  # logits
+            self.gather("y", 4 * rows // self.z * self.y, self.wide)  # the parts of each row's loss
+            self.gather("z", rows * vocab)  # dlogits
+        self.scatter("y", self.m * self.d)  # dX
+        self.scatter("x", ceil_div(vocab, self.x) * self.x * self.d)  # dW
+        for axis in ("x", "z", "data"):
+            self.reduce(axis, 2, self.wide)  # loss and count
+        self.cost.flops += 3 * 2 * self.m * self.d * vocab
+        dW = ceil_div(vocab, self.x) * self.d * self.stored
+        self.cost.saved += self.m // self.y * self.d * self.e + dW + self.wide  # dX, dW and the count

@@ -1,0 +1,226 @@
+"""Run a model on a cuboid and on one device, and compare everything: values, bytes, FLOPs, memory, balance."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.comm import all_reduce, gather_pieces
+from cuboid.config import ModelConfig
+from cuboid.cost import Cost, step_cost
+from cuboid.launch import World
+from cuboid.loss import Loss
+from cuboid.measure import count_flops, saved_for_backward
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.model import Transformer
+from cuboid.nn import declared
+from cuboid.parallel import Parallel, Place
+from cuboid.parallel.cuboid import CuboidParallel, Policy
+from cuboid.parallel.serial import Serial
+
+#: Storage, arithmetic, and how far a tensor may be from serial's, relative to its norm.
+DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None, float]] = {
+    "fp64": (torch.float64, None, 1e-9),
+    "fp32": (torch.float32, None, 1e-4),
+    "bf16": (torch.float32, torch.bfloat16, 1e-1),
+}
+#: What is compared between ranks. Replicas (`data`) share the work and the activations but not the parameters.
+QUANTITIES = ("bytes of matrices", "bytes of norms, biases", "FLOPs", "saved activations")
+
+
+@dataclass(frozen=True)
+class Case:
+    config: ModelConfig
+    cuboid: Cuboid
+    batch: int
+    seq: int
+    dtype: str = "fp64"
+    policy: Policy = Policy()
+    loss: Loss = Loss()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+        self.config.check(self.cuboid, self.batch, self.seq)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of an element at rest and in products."""
+        storage, compute, _ = DTYPES[self.dtype]
+        return storage.itemsize, (compute or storage).itemsize
+
+
+@dataclass
+class Balance:
+    """One quantity over the ranks, against an even share of serial's."""
+
+    share: float
+    mean: float
+    largest: float
+    predicted: bool  # every rank's equals the formula's
+
+
+@dataclass
+class Report:
+    errors: dict[str, float] = field(default_factory=dict)
+    tolerance: float = 0.0
+    loss: float = 0.0
+    gradient_norm: float = 0.0
+    traffic: dict[str, dict[str, int]] = field(default_factory=dict)  # of rank 0, by axis and collective
+    traffic_predicted: bool = True  # every rank's equals the formula's
+    balance: dict[str, Balance] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        exact = all(error <= self.tolerance for error in self.errors.values())
+        return exact and self.traffic_predicted and all(b.predicted for b in self.balance.values())
+
+    def export(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+
+@dataclass
+class Measured:
+    """A step of one model, as one rank saw it."""
+
+    model: Transformer
+    place: Place
+    logits: Tensor
+    loss: Tensor
+    flops: int
+    saved: int
+    traffic: Mapping[str, dict[str, tuple[int, int]]]
+    norm: Tensor
+
+    @property
+    def quantities(self) -> list[int]:
+        """In the order of `QUANTITIES`."""
+        matrices = sum(p.nbytes for p in self.model.parameters() if p.dim() > 1)
+        vectors = sum(p.nbytes for p in self.model.parameters() if p.dim() == 1)
+        return [matrices, vectors, self.flops, self.saved]
+
+
+def batch_of(case: Case) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [batch, seq], the same on every rank; the first target of each sample does not count."""
+    generator = torch.Generator().manual_seed(case.seed)
+    tokens = torch.randint(case.config.vocab, (case.batch, case.seq + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[:, 0] = case.loss.ignore_index
+    return tokens[:, :-1], targets
+
+
+def measure(case: Case, parallel: Parallel) -> Measured:
+    storage, _, _ = DTYPES[case.dtype]
+    model = Transformer(parallel, case.seed, storage)
+    place = parallel.place(case.batch, case.seq)
+    device = parallel.mesh.device
+    tokens, targets = (whole.to(device) for whole in batch_of(case))
+    tokens, targets = place.take(tokens, 0), place.take(targets, case.loss.ignore_index)
+    with torch.no_grad():
+        logits = model.logits(tokens, place)
+    parallel.mesh.ledger.reset()
+    with count_flops() as flops:
+        with saved_for_backward(model) as saved:
+            loss = model(tokens, targets, place, case.loss, dropout=case.seed)
+        saved_bytes = saved.bytes
+        loss.backward()
+    traffic = parallel.mesh.ledger.counts()
+    return Measured(
+        model,
+        place,
+        logits,
+        loss.detach(),
+        flops.get_total_flops(),
+        saved_bytes,
+        traffic,
+        model.gradient_norm(),
+    )
+
+
+def verify(world: World, case: Case) -> Report | None:
+    """On every rank of the cuboid; rank 0 also runs serially and returns the report."""
+    mesh = Mesh(case.cuboid, world.rank, world.device)
+    _, compute, tolerance = DTYPES[case.dtype]
+    mine = measure(case, CuboidParallel(case.config, mesh, case.policy, compute))
+    whole = measure(case, Serial(case.config, compute, world.device)) if world.rank == 0 else None
+    report = Report(tolerance=tolerance)
+    compare(report, case, mesh, mine, whole)
+    costs = [
+        step_cost(
+            case.config,
+            case.cuboid,
+            case.cuboid.coordinates(rank),
+            case.batch,
+            case.seq,
+            case.policy,
+            *case.sizes,
+        )
+        for rank in range(case.cuboid.ranks)
+    ]
+    check_traffic(report, mesh, mine, costs[world.rank])
+    check_balance(report, mesh, mine, whole, costs)
+    mesh.close()
+    return report if world.rank == 0 else None
+
+
+def compare(report: Report, case: Case, mesh: Mesh, mine: Measured, whole: Measured | None) -> None:
+    """Loss, logits, every gradient and the norm against serial's."""
+    if whole is not None:
+        floor = 1e-3 * float(whole.norm)  # a gradient that is zero but for rounding is held to the model's
+        report.loss, report.gradient_norm = float(whole.loss), float(whole.norm)
+        report.errors["loss"] = relative(mine.loss, whole.loss)
+        report.errors["gradient norm"] = relative(mine.norm, whole.norm)
+    logits = join_logits(case, mesh, mine)
+    if whole is not None:
+        report.errors["logits"] = relative(logits, whole.logits)
+    for name, parameter, d in declared(mine.model):
+        assert parameter.grad is not None
+        pieces = gather_pieces(parameter.grad, mesh.world)
+        if whole is not None:
+            reference = whole.model.get_parameter(name).grad
+            assert reference is not None
+            report.errors[f"d {name}"] = relative(d.spec.join(pieces, case.cuboid), reference, floor)
+
+
+def relative(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    a, b = a.double().cpu(), b.double().cpu()
+    return float((a - b).norm() / max(float(b.norm()), floor, 1e-300))
+
+
+def join_logits(case: Case, mesh: Mesh, mine: Measured) -> Tensor:
+    """The whole logits [s, b, v]; padding left out."""
+    index = [gather_pieces(part, mesh.world) for part in mine.place.logits]
+    pieces = gather_pieces(mine.logits, mesh.world)
+    s, b, v = case.seq, case.batch, case.config.vocab
+    whole = mine.logits.new_full((s, b, v), torch.nan)
+    for piece, rows, samples, classes in zip(pieces, *index, strict=True):
+        inside = rows < s
+        whole[rows[inside][:, None, None], samples[None, :, None], classes] = piece[inside]
+    return whole
+
+
+def check_traffic(report: Report, mesh: Mesh, mine: Measured, cost: Cost) -> None:
+    predicted = cost.counts()
+    wrong = torch.tensor(float(mine.traffic != predicted), device=mesh.device)
+    report.traffic_predicted = float(all_reduce(wrong, mesh.world).wait()) == 0
+    for axis in mine.traffic.keys() | predicted.keys():
+        for kind in mine.traffic.get(axis, {}).keys() | predicted.get(axis, {}).keys():
+            calls, sent = mine.traffic.get(axis, {}).get(kind, (0, 0))
+            _, expected = predicted.get(axis, {}).get(kind, (0, 0))
+            report.traffic[f"{axis} {kind}"] = {"calls": calls, "bytes": sent, "predicted": expected}
+
+
+def check_balance(report: Report, mesh: Mesh, mine: Measured, whole: Measured | None, costs: list[Cost]) -> None:
+    local = torch.tensor(mine.quantities, dtype=torch.float64, device=mesh.device)
+    per_rank = torch.stack(gather_pieces(local, mesh.world)).cpu()
+    predicted = torch.tensor([[c.matrices, c.vectors, c.flops, c.saved] for c in costs], dtype=torch.float64)
+    if whole is None:
+        return
+    for i, (name, serial) in enumerate(zip(QUANTITIES, whole.quantities, strict=True)):
+        column = per_rank[:, i]
+        ranks = mesh.cuboid.block if "bytes of" in name else mesh.cuboid.ranks
+        agrees = bool((column == predicted[:, i]).all())
+        report.balance[name] = Balance(serial / ranks, float(column.mean()), float(column.max()), agrees)
