@@ -51,12 +51,13 @@ def step_cost(
     batch: int,
     seq: int,
     policy: Policy = Policy(),
+    recompute: str = "none",
     parameter_size: int = 4,
     compute_size: int = 4,
 ) -> Cost:
     """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products."""
     config.check(cuboid, batch, seq)
-    return _Step(config, cuboid, coordinates, batch, seq, policy, parameter_size, compute_size).cost
+    return _Step(config, cuboid, coordinates, batch, seq, policy, recompute, parameter_size, compute_size).cost
 
 
 #: A parameter [n, k] with the axes that cut n (before x does) and k; None cuts nothing.
@@ -74,10 +75,11 @@ class _Step:
         batch: int,
         seq: int,
         policy: Policy,
+        recompute: str,
         parameter_size: int,
         compute_size: int,
     ) -> None:
-        self.c, self.at, self.policy, self.axes = config, coordinates, policy, cuboid.sizes
+        self.c, self.at, self.policy, self.recompute, self.axes = config, coordinates, policy, recompute, cuboid.sizes
         self.stored, self.e, self.wide = parameter_size, compute_size, max(compute_size, 4)
         self.x, self.y, self.z = cuboid.x, cuboid.y, cuboid.z
         along_batch = gcd(batch // cuboid.data, cuboid.x)
@@ -88,6 +90,7 @@ class _Step:
         self.m = self.s * self.b  # tokens of the x-slice
         self.d = config.hidden // self.z
         self.summed_over_y = 0  # elements of norm gradients
+        self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
         self.cost = Cost()
 
         self.embedding()
@@ -122,6 +125,16 @@ class _Step:
 
     def reduce(self, axis: str, whole: int, size: int) -> None:
         self.send("all_reduce", axis, whole, size, times=2)
+
+    def pair(self, axis: str, whole: int, p: int = 0) -> None:
+        """An all-gather of activations, and the reduce-scatter of their gradient."""
+        for _ in range(self.forwards):
+            self.gather(axis, whole, p=p)
+        self.scatter(axis, whole, p=p)
+
+    def save(self, size: int) -> None:
+        if self.saving:
+            self.cost.saved += size
 
     # Weights: AG_m in forward and again for backward, RS_m of the gradient
 
@@ -158,25 +171,27 @@ class _Step:
 
     def norm(self) -> None:
         rows = self.m // self.y
-        if self.c.norm_bias:
-            self.gather("z", 2 * rows * self.z, self.wide)
-        else:
-            self.reduce("z", rows, self.wide)
+        for _ in range(self.forwards):
+            if self.c.norm_bias:
+                self.gather("z", 2 * rows * self.z, self.wide)
+            else:
+                self.reduce("z", rows, self.wide)
         statistics = rows * (1 + self.c.norm_bias)
         self.reduce("z", statistics, self.wide)
-        self.cost.saved += rows * self.d * self.e + statistics * self.wide
+        self.save(rows * self.d * self.e + statistics * self.wide)
 
     def product(self, k: int, outs: Sequence[int], k_axis: str, n_axis: str) -> None:
         """(1)–(3) of X [m, k] and outputs [m, n] for each n in `outs`, sizes gathered."""
         retain = self.policy.activations == "retain"
-        for _ in range(1 if retain else 2):
+        for _ in range(self.forwards + (not retain)):
             self.gather(n_axis, self.m * k)  # X, once more for wgrad
         for n in outs:
-            self.scatter(k_axis, self.m * n)  # Y
+            for _ in range(self.forwards):
+                self.scatter(k_axis, self.m * n)  # Y
             self.gather(k_axis, self.m * n)  # dY
         self.scatter(n_axis, self.m * k)  # dX
-        self.cost.flops += 3 * 2 * self.m * k * sum(outs)
-        self.cost.saved += self.m * k * self.e // (1 if retain else self.axes[n_axis])
+        self.cost.flops += (self.forwards + 2) * 2 * self.m * k * sum(outs)
+        self.save(self.m * k * self.e // (1 if retain else self.axes[n_axis]))
 
     def block(self) -> None:
         c, bias = self.c, bool(self.c.bias)
@@ -186,40 +201,49 @@ class _Step:
         if bias:
             weights += [(n, 1, n_axis, None) for n, _, n_axis, _ in weights]
         self.weights(weights + self.norm_weights(2), again=True)
+        if self.recompute == "full":
+            self.save(self.m // self.y * self.d * self.e)  # the block's input
+            self.forwards, self.saving = 2, False
         self.norm()
         self.attention()
         self.norm()
         f = self.part(c.ffn, "y")
         self.product(self.d, [ups * f], k_axis="z", n_axis="y")
-        self.cost.saved += self.m // self.z * ups * f * self.e  # what the nonlinearity saw
+        self.save(self.m // self.z * ups * f * self.e)  # what the nonlinearity saw
         self.product(f, [self.d], k_axis="y", n_axis="z")
+        self.forwards, self.saving = 1, True
 
     def attention(self) -> None:
         c, y, z, m = self.c, self.y, self.z, self.m
         q, kv = c.q_dim // y, self.part(c.kv_dim, "y")
+        few = c.kv_heads % (y * z) != 0  # keys and values then come out cut by tokens
+        self.product(self.d, [q, 2 * kv] if few else [q + 2 * kv], k_axis="z", n_axis="y")
+        if self.recompute == "selective":
+            self.save((m * q + 2 * m * kv) // z * self.e)
+            self.forwards, self.saving = 2, False
+        self.attend(few, kv)
+        if self.recompute == "selective":
+            self.forwards, self.saving = 1, True
+        self.product(q, [self.d], k_axis="y", n_axis="z")
+
+    def attend(self, few: bool, kv: int) -> None:
+        c, y, z, m = self.c, self.y, self.z, self.m
         heads, kv_heads = c.heads // (y * z), c.kv_heads // (y * z)
-        if c.kv_heads % (y * z) == 0:
-            self.product(self.d, [q + 2 * kv], k_axis="z", n_axis="y")
-        else:  # keys and values cut by tokens, gathered whole, and picked
-            self.product(self.d, [q, 2 * kv], k_axis="z", n_axis="y")
+        if few:  # gather them, and pick
             if c.kv_heads % y:
-                wide = 2 * ceil_div(c.kv_dim, y) * y
-                self.gather("y", m // z * wide)
-                self.scatter("y", m // z * wide)
+                self.pair("y", m // z * 2 * ceil_div(c.kv_dim, y) * y)
                 kv = c.kv_dim
-            self.gather("z", m * 2 * kv)
-            self.scatter("z", m * 2 * kv)
+            self.pair("z", m * 2 * kv)
             kv_heads = self.picked(heads)
         keys = m * 2 * kv_heads * c.head_dim
         seen = [(self.s, self.s)]  # queries, keys they look at
         if self.context > 1:
             keys *= self.context
-            self.gather("x", keys, p=self.context)
-            self.scatter("x", keys, p=self.context)
+            self.pair("x", keys, p=self.context)
             piece, index = self.s // 2, self.at["x"] % self.context
             seen = [(piece, (index + 1) * piece), (piece, (2 * self.context - index) * piece)]
         scores = sum(s * t for s, t in seen)
-        self.cost.flops += (4 + 10) * self.b * heads * scores * c.head_dim
+        self.cost.flops += (4 * self.forwards + 10) * self.b * heads * scores * c.head_dim
         outputs = m * heads * c.head_dim
         saved = outputs + keys  # queries, keys and values
         if self.context > 1:
@@ -227,8 +251,7 @@ class _Step:
             saved += outputs + masks  # the pieces' outputs before they are joined
         elif self.policy.activations == "retain" and z > 1:
             saved += outputs  # else the very tensor that the next product saves
-        self.cost.saved += saved * self.e + m * heads * self.wide  # and the rows' log-sum-exps
-        self.product(q, [self.d], k_axis="y", n_axis="z")
+        self.save(saved * self.e + m * heads * self.wide)  # and the rows' log-sum-exps
 
     def picked(self, heads: int) -> int:
         """How many heads of keys `heads` queries need, or one each where the need is uneven."""
@@ -257,4 +280,4 @@ class _Step:
             self.reduce(axis, 2, self.wide)  # loss and count
         self.cost.flops += 3 * 2 * self.m * self.d * vocab
         dW = ceil_div(vocab, self.x) * self.d * self.stored
-        self.cost.saved += self.m // self.y * self.d * self.e + dW + self.wide  # dX, dW and the count
+        self.save(self.m // self.y * self.d * self.e + dW + self.wide)  # dX, dW and the count

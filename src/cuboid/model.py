@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from cuboid.attention import Cache
 from cuboid.comm import all_reduce, run
 from cuboid.loss import Loss
-from cuboid.nn import Block, Linear, Norm, Table, declared, initialise
+from cuboid.nn import Block, Linear, Norm, Table, declared, initialise, recomputed
 from cuboid.parallel import Parallel, Place
 from cuboid.product import Linear as Weighted
 from cuboid.randomness import key_of
+
+#: What backward computes again rather than keep: nothing, attention, or everything inside a block.
+Recompute = Literal["none", "selective", "full"]
 
 
 class Transformer(nn.Module):
@@ -23,13 +26,21 @@ class Transformer(nn.Module):
     this batch's dropout; None is none.
     """
 
-    def __init__(self, parallel: Parallel, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        parallel: Parallel,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        recompute: Recompute = "none",
+    ) -> None:
         super().__init__()
+        if recompute not in get_args(Recompute):
+            raise ValueError(f"recompute={recompute!r} is not one of {', '.join(get_args(Recompute))}")
         c = self.config = parallel.config
-        self.parallel = parallel
+        self.parallel, self.recompute = parallel, recompute
         self.embed = Table(parallel, c.vocab, c.hidden, c.init_std)
         self.positions = None if c.rotary else Table(parallel, c.context, c.hidden, c.init_std)
-        self.blocks = nn.ModuleList(Block(parallel, (f"{i}.attention", f"{i}.mlp")) for i in range(c.layers))
+        self.blocks = nn.ModuleList(Block(parallel, str(i), recompute == "selective") for i in range(c.layers))
         self.norm = Norm(parallel, c.hidden, c.norm_bias)
         self.head = None if c.tied else Linear(parallel, "into", c.vocab, c.hidden, False, c.init_std)
         self.to(dtype)
@@ -64,8 +75,10 @@ class Transformer(nn.Module):
 
     @contextmanager
     def _weights(self, opened: dict[nn.Module, Any], part: nn.Module) -> Iterator[Any]:
-        yield self.parallel.gather(self._buckets[part], opened[part])
-        self.parallel.release(self._buckets[part])
+        try:
+            yield self.parallel.gather(self._buckets[part], opened[part])
+        finally:
+            self.parallel.release(self._buckets[part])
 
     def _residual(
         self,
@@ -79,9 +92,16 @@ class Transformer(nn.Module):
         X = self._embed(opened, tokens, place)
         if dropout is not None:
             X = self.parallel.dropout(X, key_of(dropout, "embed"), place)
+
+        def through(block: nn.Module, X: Tensor, cache: Cache | None = None) -> Tensor:
+            with self._weights(opened, block) as W:  # inside, so that a recomputation gathers too and nothing is kept
+                return run(block(X, W, place, dropout, cache))
+
         for i, block in enumerate(self.blocks):
-            with self._weights(opened, block) as W:
-                X = run(block(X, W, place, dropout, caches[i] if caches else None))
+            if self.recompute == "full" and torch.is_grad_enabled():
+                X = recomputed(through, block, X)
+            else:
+                X = through(block, X, caches[i] if caches else None)
         with self._weights(opened, self.norm) as W:
             return run(self.norm(X, W))
 

@@ -3,15 +3,16 @@
 A layer's `forward` is `Steps`; `W` are the gathered weights of the bucket its parameters travel in.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cuboid.activation import gelu, swiglu
 from cuboid.attention import Cache
-from cuboid.comm import Steps
+from cuboid.comm import Steps, run
 from cuboid.layout import Spec
 from cuboid.parallel import Parallel, Place, Role
 from cuboid.product import Linear as Weighted
@@ -98,10 +99,16 @@ class Norm(Module):
         return Y
 
 
+def recomputed(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it, save its tensor arguments alone, and call it again in backward. Our random numbers need no saved state."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+
+
 class Attention(nn.Module):
-    def __init__(self, parallel: Parallel) -> None:
+    def __init__(self, parallel: Parallel, recompute: bool) -> None:
         super().__init__()
         c = parallel.config
+        self.recompute = recompute
         self.parallel, self.heads = parallel, (c.heads, c.kv_heads, c.kv_heads)
         self.q = Linear(parallel, "into", c.q_dim, c.hidden, bool(c.bias), c.init_std)
         self.k = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.bias), c.init_std)
@@ -111,7 +118,10 @@ class Attention(nn.Module):
     def forward(self, X: Tensor, W: Any, place: Place, cache: Cache | None = None) -> Steps:
         qkv = [self.q.weighted, self.k.weighted, self.v.weighted]
         q, k, v = yield from self.parallel.into(X, W, qkv, heads=self.heads)
-        A = yield from self.parallel.attend(q, k, v, place, cache)
+        if self.recompute and torch.is_grad_enabled():
+            A = recomputed(lambda q, k, v: run(self.parallel.attend(q, k, v, place)), q, k, v)
+        else:
+            A = yield from self.parallel.attend(q, k, v, place, cache)
         Y = yield from self.parallel.out_of(A, W, self.out.weighted, heads=self.heads[0])
         return Y
 
@@ -139,22 +149,22 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """X + attention(norm(X)), then X + mlp(norm(X))."""
 
-    def __init__(self, parallel: Parallel, sites: Sequence[str]) -> None:
+    def __init__(self, parallel: Parallel, name: str, recompute_attention: bool = False) -> None:
         super().__init__()
         c = parallel.config
-        self.parallel, self.sites = parallel, sites
+        self.parallel, self.name = parallel, name
         self.norm1 = Norm(parallel, c.hidden, c.norm_bias)
-        self.attention = Attention(parallel)
+        self.attention = Attention(parallel, recompute_attention)
         self.norm2 = Norm(parallel, c.hidden, c.norm_bias)
         self.mlp = MLP(parallel)
 
     def forward(self, X: Tensor, W: Any, place: Place, seed: int | None = None, cache: Cache | None = None) -> Steps:
         H = yield from self.norm1(X, W)
         A = yield from self.attention(H, W, place, cache)
-        X = X + self._dropout(A, place, seed, 0)
+        X = X + self._dropout(A, place, seed, "attention")
         H = yield from self.norm2(X, W)
         M = yield from self.mlp(H, W)
-        return X + self._dropout(M, place, seed, 1)
+        return X + self._dropout(M, place, seed, "mlp")
 
-    def _dropout(self, X: Tensor, place: Place, seed: int | None, site: int) -> Tensor:
-        return X if seed is None else self.parallel.dropout(X, key_of(seed, self.sites[site]), place)
+    def _dropout(self, X: Tensor, place: Place, seed: int | None, site: str) -> Tensor:
+        return X if seed is None else self.parallel.dropout(X, key_of(seed, f"{self.name}.{site}"), place)

@@ -14,7 +14,7 @@ from cuboid.launch import World
 from cuboid.loss import Loss
 from cuboid.measure import count_flops, saved_for_backward
 from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
+from cuboid.model import Recompute, Transformer
 from cuboid.nn import declared
 from cuboid.parallel import Parallel, Place
 from cuboid.parallel.cuboid import CuboidParallel, Policy
@@ -39,6 +39,7 @@ class Case:
     dtype: str = "fp64"
     policy: Policy = Policy()
     loss: Loss = Loss()
+    recompute: Recompute = "none"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,11 +47,11 @@ class Case:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
         self.config.check(self.cuboid, self.batch, self.seq)
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of an element at rest and in products."""
+    def cost(self, rank: int) -> Cost:
         storage, compute, _ = DTYPES[self.dtype]
-        return storage.itemsize, (compute or storage).itemsize
+        sizes = storage.itemsize, (compute or storage).itemsize
+        at = self.cuboid.coordinates(rank)
+        return step_cost(self.config, self.cuboid, at, self.batch, self.seq, self.policy, self.recompute, *sizes)
 
 
 @dataclass
@@ -114,7 +115,7 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor]:
 
 def measure(case: Case, parallel: Parallel) -> Measured:
     storage, _, _ = DTYPES[case.dtype]
-    model = Transformer(parallel, case.seed, storage)
+    model = Transformer(parallel, case.seed, storage, case.recompute)
     place = parallel.place(case.batch, case.seq)
     device = parallel.mesh.device
     tokens, targets = (whole.to(device) for whole in batch_of(case))
@@ -148,18 +149,7 @@ def verify(world: World, case: Case) -> Report | None:
     whole = measure(case, Serial(case.config, compute, world.device)) if world.rank == 0 else None
     report = Report(tolerance=tolerance)
     compare(report, case, mesh, mine, whole)
-    costs = [
-        step_cost(
-            case.config,
-            case.cuboid,
-            case.cuboid.coordinates(rank),
-            case.batch,
-            case.seq,
-            case.policy,
-            *case.sizes,
-        )
-        for rank in range(case.cuboid.ranks)
-    ]
+    costs = [case.cost(rank) for rank in range(case.cuboid.ranks)]
     check_traffic(report, mesh, mine, costs[world.rank])
     check_balance(report, mesh, mine, whole, costs)
     mesh.close()

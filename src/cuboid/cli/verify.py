@@ -39,6 +39,7 @@ def verify(
         str, typer.Option(help="regather or retain gathered activations for backward.")
     ] = "regather",
     weights: Annotated[str, typer.Option(help="regather or retain gathered weights for backward.")] = "regather",
+    recompute: Annotated[str, typer.Option(help="none, selective (attention) or full (each block) in backward.")] = "none",
     label_smoothing: Annotated[float, typer.Option()] = 0.0,
     z_loss: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
@@ -56,7 +57,8 @@ def verify(
         family, layers, hidden, heads, vocab, seq, kv_heads, ffn=ffn, tied=tied, bias=bias, dropout=dropout
     )
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
-    case = Case(config, shape, batch, seq, dtype, policy, Loss(label_smoothing=label_smoothing, z_loss=z_loss), seed)
+    loss = Loss(label_smoothing=label_smoothing, z_loss=z_loss)
+    case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed)  # type: ignore[arg-type]
     console = Console(stderr=as_json)
     results = launch(verify_on_rank, shape.ranks, [case])
     report = results[0]
