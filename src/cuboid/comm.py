@@ -235,6 +235,15 @@ def collective(kind: Kind, x: Tensor, axis: Axis) -> Steps:
     return _Wait.apply(launched, call)
 
 
+def from_first(value: Any, axis: Axis) -> Any:
+    """What the first rank of the axis has. For set-up, never inside a step."""
+    if axis.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=axis.group, group_src=0)
+    return box[0]
+
+
 def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
     """Every rank's tensor, whatever its shape, in rank order. For reports and tests, never inside a step."""
     if axis.size == 1:

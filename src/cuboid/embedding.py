@@ -3,7 +3,7 @@
     forward    X = RS_y( rows of this y's block of the table, zero where the token is another's )
     backward   dTable = rows of AG_y(dX) added up
 
-Like an *out of* product with one-hot tokens, but the table is stored like the head's weight, so that the two can be one.
+Like an *out of* product with one-hot tokens, but the table is stored like the head's weight, so that both can be one.
 Saved: the token ids.
 """
 

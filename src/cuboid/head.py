@@ -4,9 +4,9 @@ The head is an *into* product (n = y cuts the vocabulary, k = z the features). F
 
     logits = RS_z( X W_yᵀ )  [s/z, b, V/y]  ->  loss, dlogits  ->  dX = AG_z(dlogits) W_y,  dW_y += AG_z(dlogits)ᵀ X
 
-and dX is reduce-scattered over y, dW over x, once. The gradients are computed in forward, unscaled, and multiplied in
-backward by dloss / (tokens that count): the largest tensors of the step, partial logits and dlogits, are never saved, and
-the tokens that count need not be known before the loss is. Saved: the shards of dX and dW.
+and dX is reduce-scattered over y, dW over x, once. The gradients are computed in forward, unscaled, and multiplied
+in backward by dloss / (tokens that count): the largest tensors of the step, partial logits and dlogits, are never
+saved, and the tokens that count need not be known before the loss is. Saved: the shards of dX and dW.
 """
 
 from dataclasses import dataclass

@@ -4,6 +4,7 @@ Forking after `import torch` starts eight ranks in hundredths of a second; a spa
 """
 
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -64,6 +65,7 @@ def _serve(rank: int, size: int, door: socket.socket, pipe: connection.Connectio
     listen = door.detach() if rank == 0 else None
     store = dist.TCPStore(host, port, size, is_master=rank == 0, master_listen_fd=listen)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     world = join_world(store)
     with suppress(EOFError, KeyboardInterrupt):
         while True:

@@ -50,6 +50,11 @@ class Ledger:
             total[axis] += entry.bytes
         return dict(total)
 
+    def exposed(self) -> float:
+        """Seconds spent waiting, over all axes."""
+        self.settle()
+        return sum(entry.exposed for entry in self.entries.values())
+
     def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
         """(calls, bytes) per axis and kind: the part that a formula can predict."""
         table: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)

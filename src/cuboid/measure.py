@@ -36,7 +36,8 @@ def saved_for_backward(module: nn.Module) -> Iterator[Saved]:
 
 
 def count_flops() -> FlopCounterMode:
-    """A counter that knows the CPU's attention kernel and in-place products too. Causal attention counts in full, as is the custom."""
+    """A counter that knows the CPU's attention kernel and in-place products too. Causal attention counts
+    in full, as is the custom."""
     aten = torch.ops.aten
 
     def product(_: torch.Size, a: torch.Size, b: torch.Size, **__: object) -> int:

@@ -103,8 +103,8 @@ class Axis:
 class Mesh:
     """The axes of a cuboid as `rank` sees them, with a process group for each axis longer than one.
 
-    Every rank of the world must make the same meshes in the same order: making a group is itself collective. A rank that
-    wants a mesh of its own asks for one `alone`.
+    Every rank of the world must make the same meshes in the same order: making a group is itself collective. A rank
+    that wants a mesh of its own asks for one `alone`.
     """
 
     #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.

@@ -22,8 +22,8 @@ Recompute = Literal["none", "selective", "full"]
 class Transformer(nn.Module):
     """A GPT-2 or Llama language model; `forward` gives the loss of a batch, the mean over the tokens of all ranks.
 
-    Tokens and targets are this rank's, [s, b], as `Place.take` cuts them out of the whole batch. `dropout` is a seed for
-    this batch's dropout; None is none.
+    Tokens and targets are this rank's, [s, b], as `Place.take` cuts them out of the whole batch. `dropout` is a seed
+    for this batch's dropout; None is none.
     """
 
     def __init__(
@@ -114,11 +114,15 @@ class Transformer(nn.Module):
                 return run(self.parallel.embed(tokens, tables, place))
 
     @torch.no_grad()
-    def gradient_norm(self) -> Tensor:
-        """The norm of the whole model's gradient, exact on every rank: one small all-reduce over all ranks."""
-        mesh = self.parallel.mesh
-        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    def gradient_square(self) -> Tensor:
+        """This rank's share of the squared norm of the whole gradient: what several ranks hold, each counts in part."""
+        cuboid = self.parallel.mesh.cuboid
+        total = torch.zeros((), dtype=torch.float64, device=self.parallel.mesh.device)
         for _, parameter, d in declared(self):
             if parameter.grad is not None:
-                total += parameter.grad.square().sum(dtype=torch.float64) / d.spec.copies(mesh.cuboid)
-        return all_reduce(total, mesh.world).wait().sqrt()
+                total += parameter.grad.square().sum(dtype=torch.float64) / d.spec.copies(cuboid)
+        return total
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole model's gradient, exact on every rank: one small all-reduce over all ranks."""
+        return all_reduce(self.gradient_square(), self.parallel.mesh.world).wait().sqrt()

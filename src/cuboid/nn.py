@@ -54,7 +54,7 @@ def declared(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Declared]]:
 
 @torch.no_grad()
 def initialise(module: nn.Module, seed: int) -> None:
-    """First values by seed, name and global index: the same model on every cuboid. No rank makes more than its shards."""
+    """First values by seed, name and global index: the same model on every cuboid. A rank makes its shards alone."""
     for name, parameter, (spec, std, mean) in declared(module):
         parameter.fill_(mean)
         if std:
@@ -100,7 +100,7 @@ class Norm(Module):
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it, save its tensor arguments alone, and call it again in backward. Our random numbers need no saved state."""
+    """Call it, save its tensor arguments alone, and call it again in backward. Our random numbers have no state."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
 
 

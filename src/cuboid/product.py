@@ -17,8 +17,8 @@ AG_m and RS_m of the weights are the bucket's (weights.py); the rest is here, as
     multiply   wait, multiply, launch RS_k(Y)     wait for dY; (2), launch RS_n(dX); (3) under it
     finish     wait for Y, add the bias           launch AG_k(dY)
 
-X may be cut over n by tokens or by heads, Y over k likewise. Cut by heads, the gathered tensor is a stack of blocks, one
-per rank, and the product is written block by block, so that neither gather nor scatter needs a copy.
+X may be cut over n by tokens or by heads, Y over k likewise. Cut by heads, the gathered tensor is a stack of blocks,
+one per rank, and the product is written block by block, so that neither gather nor scatter needs a copy.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Random numbers by global index: the value at an index depends on the seed, the tensor's name and the index alone.
 
-So the same seed is the same model, and the same dropout, on every cuboid. Only integer arithmetic and table look-ups are
-used, because a transcendental function may round differently at the edge of a slice.
+So the same seed is the same model, and the same dropout, on every cuboid. Only integer arithmetic and table look-ups
+are used, because a transcendental function may round differently at the edge of a slice.
 """
 
 import hashlib

@@ -19,6 +19,7 @@ from cuboid.nn import declared
 from cuboid.parallel import Parallel, Place
 from cuboid.parallel.cuboid import CuboidParallel, Policy
 from cuboid.parallel.serial import Serial
+from cuboid.randomness import key_of, normal
 
 #: Storage, arithmetic, and how far a tensor may be from serial's, relative to its norm.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None, float]] = {
@@ -113,9 +114,20 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], targets
 
 
+@torch.no_grad()
+def unsettle(model: Transformer, seed: int) -> None:
+    """Move norms from one and biases from zero, where a slice in the wrong place would not show."""
+    mesh = model.parallel.mesh
+    for name, parameter, d in declared(model):
+        if not d.std:
+            ranges = d.spec.ranges(mesh.cuboid, mesh.coordinates)
+            parameter.add_(normal(key_of(seed, f"{name} moved"), d.spec.shape, ranges, 0.1).to(parameter))
+
+
 def measure(case: Case, parallel: Parallel) -> Measured:
     storage, _, _ = DTYPES[case.dtype]
     model = Transformer(parallel, case.seed, storage, case.recompute)
+    unsettle(model, case.seed)
     place = parallel.place(case.batch, case.seq)
     device = parallel.mesh.device
     tokens, targets = (whole.to(device) for whole in batch_of(case))

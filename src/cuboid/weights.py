@@ -160,7 +160,7 @@ class Bucket:
 
 
 class Weights:
-    """The whole weights of one bucket as one pass through its layer sees them, differentiable. Drop it with the pass."""
+    """The whole weights of one bucket as one pass through its layer sees them, differentiable. Not to be kept."""
 
     def __init__(self, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
         self.bucket, self._tensors = bucket, tensors

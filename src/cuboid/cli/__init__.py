@@ -1,13 +1,20 @@
 """The command line. Every command is one file here; bad input ends it with exit code 2 and one clear message."""
 
+import os
 import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from cuboid import __version__
+from cuboid.cli.config import config
+from cuboid.cli.data import app as data
+from cuboid.cli.sample import sample
+from cuboid.cli.train import train
 from cuboid.cli.verify import verify
+from cuboid.launch import RankError
 
 app = typer.Typer(
     name="cuboid",
@@ -16,7 +23,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(train)
+app.command()(sample)
 app.command()(verify)
+app.command()(config)
+app.add_typer(data, name="data")
 
 
 @app.callback(invoke_without_command=True)
@@ -29,5 +40,9 @@ def main() -> None:
     try:
         app()
     except ValueError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, markup=True)
+        if int(os.environ.get("RANK", 0)) == 0:  # under torchrun every rank finds the same fault; one says so
+            Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(2)
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

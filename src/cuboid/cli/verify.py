@@ -39,7 +39,9 @@ def verify(
         str, typer.Option(help="regather or retain gathered activations for backward.")
     ] = "regather",
     weights: Annotated[str, typer.Option(help="regather or retain gathered weights for backward.")] = "regather",
-    recompute: Annotated[str, typer.Option(help="none, selective (attention) or full (each block) in backward.")] = "none",
+    recompute: Annotated[
+        str, typer.Option(help="none, selective (attention) or full (each block) in backward.")
+    ] = "none",
     label_smoothing: Annotated[float, typer.Option()] = 0.0,
     z_loss: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
@@ -47,8 +49,8 @@ def verify(
 ) -> None:
     """Run a model on a cuboid and serially; compare loss, logits, every gradient, bytes, FLOPs and memory.
 
-    Exits 0 if all agree, 1 if anything does not. Rank 0 holds the whole model, so keep it small. Ranks are forked on this
-    machine; on a cluster start it with torchrun: torchrun --nproc-per-node 8 -m cuboid verify --cuboid 2,2,2
+    Exits 0 if all agree, 1 if anything does not. Rank 0 holds the whole model, so keep it small. Ranks are forked
+    here; on a cluster start it with torchrun: torchrun --nproc-per-node 8 -m cuboid verify --cuboid 2,2,2
     """
     shape = Cuboid.parse(cuboid, data, order) if cuboid else most_even(ranks or 8 * data, data)
     if ranks and ranks != shape.ranks:

@@ -1,0 +1,79 @@
+"""`cuboid data`: make token files."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from cuboid.data import build as build_corpus
+from cuboid.data import load_tokenizer, python_stdlib, text_files, unigram_entropy
+from cuboid.data.corpus import VAL_FRACTION
+
+app = typer.Typer(name="data", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def data() -> None:
+    """Prepare text for training."""
+
+
+@app.command()
+def build(
+    out: Annotated[Path, typer.Option(help="Folder to make: train.bin, val.bin, their headers and tokenizer.json.")],
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[SOURCE]...",
+            help="Text files, and folders to search for them. None: the running Python's standard library.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A tokenizer.json of the tokenizers library. None: bytes, a vocabulary of 256."),
+    ] = None,
+    val_fraction: Annotated[float, typer.Option(help="Share of the text kept for validation.")] = VAL_FRACTION,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder built before.")] = False,
+) -> None:
+    """Turn text into token files that training maps into memory.
+
+    Each file is a document; an end-of-text token follows it if the tokenizer has one. The order is fixed, so
+    the same text and tokenizer always give the same files.
+    """
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    files = text_files(sources) if sources else python_stdlib()
+    size = sum(file.stat().st_size for file in files)
+    with _progress(console, len(files), size) as advance:
+        corpus = build_corpus(files, out, load_tokenizer(tokenizer), val_fraction, overwrite, advance)
+    for name, tokens in (("train", corpus.train), ("val", corpus.val)):
+        console.print(f"{name:5} {len(tokens):>15,} tokens")
+    if len(corpus.train):
+        total = len(corpus.train) + len(corpus.val)
+        nats = unigram_entropy(corpus.train, corpus.vocab)
+        console.print(f"vocab {corpus.vocab:,}, {size / total:.2f} bytes per token")
+        console.print(f"unigram entropy {nats:.3f} nats per token: what a loss must fall below to have learnt")
+    console.print(f"wrote {out}")
+
+
+@contextmanager
+def _progress(console: Console, files: int, size: int) -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal, a line elsewhere."""
+    what = f"tokenising {files:,} files, {size / 1e6:,.1f} MB"
+    if not console.is_terminal:
+        console.print(what)
+        yield lambda done: None
+        return
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
+        task = bar.add_task(what, total=size)
+        yield lambda done: bar.advance(task, done)

@@ -1,0 +1,57 @@
+"""`cuboid sample`: text from a trained model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cuboid.data import Tokenizer, load_tokenizer
+from cuboid.generate import Sampling, check_prompt, generate
+from cuboid.launch import World, launch
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.model import Transformer
+from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.train import checkpoint
+
+
+def sample(
+    run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "def ",
+    tokens: Annotated[int, typer.Option(help="How many to add.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Draw among this many of the likeliest; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest that have this probability together.")] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    cuboid: Annotated[str, typer.Option(help="x,y,z to run on; one process unless given.")] = "1,1,1",
+) -> None:
+    """Continue a prompt with a trained model, on one process or any cuboid."""
+    path = checkpoint.newest(run)
+    model, shape, sampling = (
+        checkpoint.model_config(path),
+        Cuboid.parse(cuboid),
+        Sampling(temperature, top_k, top_p, seed),
+    )
+    model.check(shape, shape.x, 1)
+    saved = path.parent.parent / "tokenizer.json"
+    tokenizer = load_tokenizer(saved if saved.is_file() else None)
+    ids = [int(token) for token in tokenizer.encode(prompt)]
+    check_prompt(model, ids)
+    launch(sample_on_rank, shape.ranks, [path, shape, tokenizer, ids, tokens, sampling])
+
+
+def sample_on_rank(
+    world: World, path: Path, cuboid: Cuboid, tokenizer: Tokenizer, prompt: list[int], count: int, sampling: Sampling
+) -> None:
+    """Load, draw, and print from rank 0 as the text grows."""
+    mesh = Mesh(cuboid, world.rank, world.device)
+    model = Transformer(CuboidParallel(checkpoint.model_config(path), mesh))
+    checkpoint.load(path, model)
+    ids, shown = list(prompt), ""
+    for token in generate(model, prompt, count, sampling):
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if world.rank == 0 and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character still to be completed
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    if world.rank == 0:
+        print()

@@ -1,0 +1,75 @@
+"""`cuboid train`: from text to a checkpoint that loads anywhere."""
+
+import shlex
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cuboid.launch import launch
+from cuboid.train import checkpoint
+from cuboid.train.config import load
+from cuboid.train.loop import Outcome
+from cuboid.train.loop import train as train_on_rank
+from cuboid.train.progress import duration
+
+
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(help="A TOML file; `cuboid config --show` prints every key. The demo if left out.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
+    ] = None,
+    preset: Annotated[str, typer.Option(help="Begin with the sizes of a known model.")] = "",
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on from the newest complete checkpoint of this run, on any cuboid.")
+    ] = None,
+) -> None:
+    """Train a language model.
+
+    Without a configuration: a small GPT on the running Python's own library, on 8 ranks of this machine.
+    Ranks are forked here; on a cluster start it with torchrun: torchrun --nproc-per-node 8 -m cuboid train big.toml
+
+    Ctrl-C finishes the step and saves; a second one ends it at once.
+    """
+    start = None
+    if resume is not None:
+        start = checkpoint.newest(resume)
+        config = config or start.parent.parent / "config.toml"
+    chosen = load(config, overrides or (), preset)
+    chosen.check()
+    folder = Path(chosen.logging.folder).absolute() if chosen.logging.folder else None
+    if folder is None and start is not None and start.parent.name == "checkpoints":
+        folder = start.parent.parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks get it too, finish their step and save
+    outcome = launch(train_on_rank, chosen.cuboid_shape().ranks, [chosen, folder, start])[0]
+    if outcome is not None:
+        show(outcome)
+
+
+def show(outcome: Outcome) -> None:
+    console, folder = Console(highlight=False, soft_wrap=True), Path(outcome.folder)
+    if not outcome.finished:
+        again = shlex.join(["cuboid", "train", "--resume", outcome.folder])
+        console.print(f"\nStopped after step {outcome.steps} of {outcome.of}; all is saved. Go on with:\n  {again}")
+        return
+    if outcome.sample:
+        console.rule("a sample", align="left")
+        console.print(outcome.sample, markup=False)
+        console.rule()
+    console.print(
+        f"{outcome.steps} steps in {duration(outcome.seconds)}. Validation loss {outcome.val_loss:.4f} nats a token; "
+        f"knowing only how frequent each token is: {outcome.unigram:.4f}"
+    )
+    newest = checkpoint.complete(folder / "checkpoints")[-1]
+    for what, path in {
+        "plot": folder / "plot.png",
+        "metrics": folder / "metrics.jsonl",
+        "checkpoint": newest,
+        "config": folder / "config.toml",
+    }.items():
+        console.print(f"  {what:<11}{path}", markup=False)
+    console.print(f"More text: {shlex.join(['cuboid', 'sample', outcome.folder, '--prompt', 'class '])}", markup=False)

@@ -1,0 +1,37 @@
+"""From text to a rank's batches: text, tokenizer, tokens (in memory or in mapped files), samples, loader.
+
+Nothing here depends on the rank or the cuboid but the loader's choice of rows and positions, so the same text
+and seed are the same batches everywhere.
+"""
+
+from cuboid.data.corpus import Corpus, build, load, open_corpus, tokenise
+from cuboid.data.order import shuffled
+from cuboid.data.samples import PADDED_TARGET, Batch, Loader, Samples
+from cuboid.data.text import python_stdlib, text_files
+from cuboid.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from cuboid.data.tokens import Header, TokenFile, Tokens, TokenWriter, digest, unigram_entropy
+
+__all__ = [
+    "PADDED_TARGET",
+    "Batch",
+    "ByteTokenizer",
+    "Corpus",
+    "FileTokenizer",
+    "Header",
+    "Loader",
+    "Samples",
+    "TokenFile",
+    "TokenWriter",
+    "Tokenizer",
+    "Tokens",
+    "build",
+    "digest",
+    "load",
+    "load_tokenizer",
+    "open_corpus",
+    "python_stdlib",
+    "shuffled",
+    "text_files",
+    "tokenise",
+    "unigram_entropy",
+]

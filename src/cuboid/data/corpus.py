@@ -1,0 +1,169 @@
+"""Tokens to train and validate on, and their tokenizer: made in memory, or built once into a folder.
+
+Both ways give the same tokens. A folder holds train.bin, val.bin, their headers, and a copy of the
+tokenizer.json if there is one; it is made beside its place and renamed into it, so it is never seen half
+made.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cuboid.data.text import Document, Piece, pieces, python_stdlib, split, text_files
+from cuboid.data.tokenizer import FILE, Tokenizer, load_tokenizer
+from cuboid.data.tokens import TokenFile, Tokens, TokenWriter, digest, dtype_for
+
+_PARTS = ("train", "val")
+_FILES = frozenset([FILE, *(f"{part}.{suffix}" for part in _PARTS for suffix in ("bin", "json"))])
+_TOGETHER = 4 << 20  # bytes of text encoded at a time
+_IN_MEMORY = 256 << 20  # bytes of text beyond which every rank should not tokenise it all
+
+VAL_FRACTION = 0.05
+
+
+@dataclass(frozen=True)
+class Corpus:
+    tokenizer: Tokenizer
+    train: Tokens
+    val: Tokens
+
+    @property
+    def vocab(self) -> int:
+        return self.tokenizer.vocab
+
+    @property
+    def digest(self) -> str:
+        """Of the tokens trained on: a resumed run compares it to know that its data is what it began with."""
+        return self.train.header.digest if isinstance(self.train, TokenFile) else digest(self.train, self.vocab)
+
+    def check(self, vocab: int) -> None:
+        """Raise if a model of `vocab` tokens cannot read this."""
+        if vocab < self.vocab:
+            raise ValueError(
+                f"the model has vocab={vocab} but the tokens come from a vocabulary of {self.vocab}; "
+                f"set vocab to at least {self.vocab} or use another tokenizer"
+            )
+
+
+def load(sources: Sequence[Path] = (), tokenizer: Path | None = None, val_fraction: float = VAL_FRACTION) -> Corpus:
+    """What a run trains on: a built folder, text to tokenise now, or (no sources) Python's own library."""
+    built = [source for source in sources if (source / "train.json").is_file()]
+    if not built:
+        files = text_files(sources) if sources else python_stdlib()
+        return tokenise(files, load_tokenizer(tokenizer), val_fraction)
+    if len(sources) > 1:
+        raise ValueError(
+            f"{built[0]} holds built tokens and cannot be joined with other sources; build one folder of all"
+        )
+    if tokenizer is not None:
+        raise ValueError(f"{built[0]} was built with a tokenizer of its own; leave {tokenizer} out or build it again")
+    return open_corpus(built[0])
+
+
+def open_corpus(folder: Path) -> Corpus:
+    """A folder that `build` made."""
+    train, val = (TokenFile(folder / f"{part}.bin") for part in _PARTS)
+    saved = folder / FILE
+    tokenizer = load_tokenizer(saved if saved.is_file() else None)
+    for file in (train, val):
+        if (file.header.tokenizer, file.header.vocab) != (tokenizer.identity, tokenizer.vocab):
+            raise ValueError(
+                f"{file.path} was built with tokenizer {file.header.tokenizer}, vocab {file.header.vocab}, "
+                f"but the one in its folder is {tokenizer.identity}, vocab {tokenizer.vocab}; "
+                f"put the right {FILE} back or build it again"
+            )
+    return Corpus(tokenizer, train, val)
+
+
+def tokenise(files: Sequence[Path], tokenizer: Tokenizer, val_fraction: float = VAL_FRACTION) -> Corpus:
+    """Small text, in memory. One core only: the library's own threads do not survive a fork."""
+    size = sum(file.stat().st_size for file in files)
+    if size > _IN_MEMORY:
+        raise ValueError(
+            f"{size:,} bytes of text are too many to tokenise in every rank (at most {_IN_MEMORY:,}); "
+            f"run `cuboid data build` once and train on its folder"
+        )
+    train, val = (
+        [_ended(piece, tokenizer.encode(piece.text), tokenizer) for each in documents for piece in pieces(each)]
+        for documents in split(files, val_fraction)
+    )
+    return Corpus(tokenizer, _joined(train, tokenizer.vocab), _joined(val, tokenizer.vocab))
+
+
+def _joined(parts: Sequence[np.ndarray], vocab: int) -> np.ndarray:
+    dtype = np.dtype(dtype_for(vocab))
+    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
+
+
+def build(
+    files: Sequence[Path],
+    out: Path,
+    tokenizer: Tokenizer,
+    val_fraction: float = VAL_FRACTION,
+    overwrite: bool = False,
+    progress: Callable[[int], object] = lambda size: None,
+) -> Corpus:
+    """Tokenise `files` into the folder `out`. `progress` is told how many further bytes of text are done."""
+    _check_out(out, overwrite)
+    place = out.resolve()
+    aside, old = (place.with_name(f".{place.name}.{os.getpid()}.{what}") for what in ("new", "old"))
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"cannot make a folder in {place.parent}: {error.strerror}; name another") from error
+    try:
+        tokenizer.save(aside)
+        for part, documents in zip(_PARTS, split(files, val_fraction), strict=True):
+            with TokenWriter(aside / f"{part}.bin", tokenizer.vocab, tokenizer.identity) as writer:
+                for group in _groups(documents):
+                    encoded = tokenizer.encode_batch([piece.text for piece in group])
+                    for piece, ids in zip(group, encoded, strict=True):
+                        writer.append(_ended(piece, ids, tokenizer))
+                    progress(sum(piece.size for piece in group))
+                writer.close(len(documents))
+        if place.exists():
+            place.rename(old)
+        aside.rename(place)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    return open_corpus(out)
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    """Only a folder of ours is ever replaced."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ValueError(f"{out} is a file; name a folder to build in")
+    inside = sorted(file.name for file in out.iterdir())
+    others = [name for name in inside if name not in _FILES]
+    if others:
+        raise ValueError(f"folder {out} holds other files ({', '.join(others[:3])}); name a new one to build in")
+    if inside and not overwrite:
+        raise ValueError(f"folder {out} holds built tokens already; add --overwrite to build again, or name another")
+
+
+def _groups(documents: Sequence[Document]) -> Iterator[list[Piece]]:
+    """Pieces of about as much text as is worth sharing among the cores."""
+    group: list[Piece] = []
+    size = 0
+    for document in documents:
+        for piece in pieces(document):
+            group.append(piece)
+            size += piece.size
+            if size >= _TOGETHER:
+                yield group
+                group, size = [], 0
+    if group:
+        yield group
+
+
+def _ended(piece: Piece, ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    if not piece.last or tokenizer.end is None:
+        return ids
+    return np.append(ids, ids.dtype.type(tokenizer.end))

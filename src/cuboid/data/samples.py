@@ -1,0 +1,90 @@
+"""Samples of a row of tokens, and the part of each batch that a rank works on.
+
+A sample is `seq` tokens and, one further, their targets. Samples lie end to end and pay no heed to where
+documents end, as GPT is trained. Row r of batch t is number t · batch + r of one endless stream, so what a
+step sees depends on the seed and the step alone: not on the cuboid, the data axis, or where a run was
+resumed.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuboid.data.order import shuffled
+from cuboid.data.tokens import Tokens
+from cuboid.parallel import Place
+
+PADDED_TARGET = -100  # what `Loss` ignores
+_NONE = -1
+
+
+class Batch(NamedTuple):
+    """[s, b] of int64, padding filled with token 0 and target -100."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+class Samples:
+    """The (len(tokens) - 1) // seq samples of `tokens`, as a stream.
+
+    With a seed it is endless, and shuffled anew in each epoch. Without one, for validation, it has every
+    sample once, in order, and numbers from `len` on are padding.
+    """
+
+    def __init__(self, tokens: Tokens, seq: int, seed: int | None = None) -> None:
+        if seq < 1:
+            raise ValueError(f"seq={seq} must be at least 1")
+        if len(tokens) <= seq:
+            shorter = f" or seq of at most {len(tokens) - 1}" if len(tokens) > 1 else ""
+            raise ValueError(
+                f"the text has {len(tokens):,} tokens but a sample of seq={seq} needs {seq + 1:,}, "
+                f"the last as a target; use more text{shorter}"
+            )
+        self.tokens, self.seq, self.seed = tokens, seq, seed
+        self._count = (len(tokens) - 1) // seq
+
+    def __len__(self) -> int:
+        return self._count
+
+    def windows(self, numbers: Tensor) -> Tensor:
+        """Which samples of the text these numbers of the stream are. Padding is negative here and there."""
+        if self.seed is None:
+            return torch.where(numbers < self._count, numbers, _NONE)
+        return torch.where(numbers < 0, numbers, shuffled(numbers.clamp(min=0), self._count, self.seed))
+
+    def read(self, numbers: Tensor, positions: Tensor) -> Batch:
+        """`positions` [s] of samples `numbers` [b] of the stream -> [s, b]; nothing else is read.
+
+        Negative numbers and positions from `seq` on are padding.
+        """
+        windows = self.windows(numbers)
+        inside = (windows >= 0) & (positions < self.seq)[:, None]
+        at = torch.where(inside, windows * self.seq + positions[:, None], 0)  # s b
+        return Batch(
+            torch.where(inside, self._ids(at), 0),
+            torch.where(inside, self._ids(at + 1), PADDED_TARGET),
+        )
+
+    def _ids(self, at: Tensor) -> Tensor:
+        return torch.from_numpy(self.tokens[at.numpy()].astype("int64"))
+
+
+class Loader:
+    """The batches of one rank, by step."""
+
+    def __init__(self, samples: Samples, place: Place) -> None:
+        if (place.start, place.seq) != (0, samples.seq):
+            raise ValueError(
+                f"the place has positions {place.start} to {place.start + place.seq} but samples have "
+                f"0 to {samples.seq}; make both with the same seq"
+            )
+        self.samples, self._batch, self._device = samples, place.batch, place.positions.device
+        # Once, not at each step: the host waits for the device here.
+        self._rows, self._positions = place.samples.cpu(), place.positions.cpu()
+
+    def __call__(self, step: int) -> Batch:
+        numbers = torch.where(self._rows < self._batch, step * self._batch + self._rows, _NONE)
+        tokens, targets = self.samples.read(numbers, self._positions)
+        return Batch(tokens.to(self._device), targets.to(self._device))

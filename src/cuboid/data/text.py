@@ -1,0 +1,166 @@
+"""Where text comes from, which of it is for validation, and reading it a piece at a time."""
+
+import codecs
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+#: What is taken for text when a folder is searched. A file that is named outright may be called anything.
+PROSE = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".html", ".xml")
+CODE = (".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh")
+SUFFIXES = (*PROSE, *CODE)
+_PIECE = 1 << 20  # bytes read at a time
+
+
+def python_stdlib(max_bytes: int = 8_000_000) -> list[Path]:
+    """The running Python's standard library without its tests: text that needs no download.
+
+    Modules before packages, each in order of name, as many whole files as fit into `max_bytes`: a larger
+    limit only adds files at the end.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files, total = [], 0
+    for file in _walk(root, skip=_not_library):
+        # _sysconfigdata says how this one Python was compiled
+        if file.suffix != ".py" or file.name.startswith("_sysconfigdata") or not file.stat().st_size:
+            continue
+        total += file.stat().st_size
+        if total > max_bytes:
+            break
+        files.append(file)
+    if not files:
+        raise ValueError(f"{root}, the standard library, has no .py file in {max_bytes:,} bytes; name text files")
+    return files
+
+
+def text_files(paths: Sequence[Path]) -> list[Path]:
+    """The files among `paths` and the text files in the folders among them, each once, in a fixed order."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if path.is_dir():
+            inside = [file for file in _walk(path, skip=_hidden) if file.suffix.lower() in SUFFIXES]
+            if not inside:
+                raise ValueError(
+                    f"folder {path} has no text files; looked for {' '.join(SUFFIXES)}; "
+                    f"name files of other kinds outright"
+                )
+        elif path.is_file():
+            inside = [path]
+        else:
+            raise ValueError(f"no file or folder {path}; check the path")
+        for file in inside:
+            found.setdefault(file.resolve(), file)
+    files = [file for file in found.values() if file.stat().st_size]
+    if not files:
+        raise ValueError(f"no text: {len(found)} files were found and all are empty; name files that hold text")
+    for file in files:
+        _check_text(file)
+    return files
+
+
+def _walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
+    """Files by name, a folder's own before its subfolders', without the names that `skip` knows."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if not skip(name))
+        for name in sorted(names):
+            file = Path(folder, name)
+            if not skip(name) and file.is_file():
+                yield file
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _not_library(name: str) -> bool:
+    words = name.removesuffix(".py").split("_")
+    return name in ("site-packages", "dist-packages", "__pycache__") or "test" in words or "tests" in words
+
+
+def _check_text(file: Path) -> None:
+    try:
+        with file.open("rb") as f:
+            start = f.read(4096)
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}; check its permissions") from error
+    if b"\0" in start:
+        raise ValueError(f"{file} is not UTF-8 text: it has zero bytes; convert it or leave it out")
+
+
+class Document(NamedTuple):
+    """A file, or a part of one."""
+
+    path: Path
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def split(files: Sequence[Path], fraction: float) -> tuple[list[Document], list[Document]]:
+    """Documents to train on and documents to validate on, the latter about `fraction` of the bytes.
+
+    Every (1/fraction)-th file is for validation. Where that is far from the fraction asked for (few files, or
+    one much larger than the rest), the end of the text is, and the file it begins in is cut in two.
+    """
+    if not 0 <= fraction < 1:
+        raise ValueError(f"val_fraction={fraction} must be at least 0 and below 1")
+    documents = [Document(file, 0, file.stat().st_size) for file in files]
+    total = sum(document.size for document in documents)
+    train: list[Document] = []
+    val: list[Document] = []
+    for i, document in enumerate(documents):
+        (val if int((i + 1) * fraction) > int(i * fraction) else train).append(document)
+    if abs(sum(document.size for document in val) - fraction * total) <= fraction * total / 2:
+        return train, val
+    return _cut(documents, total - int(fraction * total))
+
+
+def _cut(documents: Sequence[Document], at: int) -> tuple[list[Document], list[Document]]:
+    """The documents before byte `at` of them all, and those after it."""
+    before: list[Document] = []
+    after: list[Document] = []
+    for path, start, stop in documents:
+        middle = _character(path, start + at) if 0 < at < stop - start else stop if at > 0 else start
+        before.append(Document(path, start, middle))
+        after.append(Document(path, middle, stop))
+        at -= stop - start
+    return [document for document in before if document.size], [document for document in after if document.size]
+
+
+def _character(path: Path, at: int) -> int:
+    """The first byte from `at` on at which a UTF-8 character begins."""
+    with path.open("rb") as f:
+        f.seek(at)
+        following = f.read(4)
+    return at + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+
+
+class Piece(NamedTuple):
+    text: str
+    size: int  # bytes read for it
+    last: bool  # of its document
+
+
+def pieces(document: Document) -> Iterator[Piece]:
+    """The text of a document, whole if it is short, otherwise cut at ends of lines so that any length fits.
+
+    Bytes that are not UTF-8 become U+FFFD; ends of lines stay as they are.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    left, rest = document.size, ""
+    with document.path.open("rb") as f:
+        f.seek(document.start)
+        while left:
+            raw = f.read(min(left, _PIECE))
+            if not raw:
+                raise ValueError(f"{document.path} became shorter while it was read; wait until it is complete")
+            left -= len(raw)
+            text = rest + decoder.decode(raw, final=not left)
+            end = (text.rfind("\n") + 1 if left else 0) or len(text)
+            rest = text[end:]
+            yield Piece(text[:end], len(raw), last=not left)

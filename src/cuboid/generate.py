@@ -1,0 +1,85 @@
+"""Text from a model, one token at a time with a cache of keys and values, on one rank or any cuboid."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cuboid.attention import Cache
+from cuboid.comm import all_reduce
+from cuboid.config import ModelConfig
+from cuboid.model import Transformer
+from cuboid.parallel import Place
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 takes the likeliest."""
+
+    temperature: float = 0.8
+    top_k: int = 0  # of the likeliest only; 0: of all
+    top_p: float = 1.0  # of the likeliest that together have this probability
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} must not be negative; 0 takes the likeliest token")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must not be negative; 0 is no limit")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+
+    def draw(self, logits: Tensor, position: int) -> int:
+        """logits [v]. Depends on the seed and the position alone, so every rank draws the same."""
+        logits = logits.double().cpu()
+        if self.temperature == 0:
+            return int(logits.argmax())
+        ordered, tokens = (logits / self.temperature).softmax(-1).sort(descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered
+        allowed = before < self.top_p
+        if self.top_k:
+            allowed[self.top_k :] = False
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + position)
+        return int(tokens[torch.multinomial(ordered * allowed, 1, generator=generator)])
+
+
+@torch.no_grad()
+def generate(model: Transformer, prompt: Sequence[int], count: int, sampling: Sampling = Sampling()) -> Iterator[int]:
+    """Up to `count` tokens after the prompt; fewer where learned positions end. Every rank runs it alike."""
+    config, parallel = model.config, model.parallel
+    check_prompt(config, prompt)
+    if not config.rotary:
+        count = min(count, config.context - len(prompt))
+    caches = [Cache() for _ in range(config.layers)]
+    new, start = torch.tensor([list(prompt)], device=parallel.mesh.device), 0
+    for _ in range(count):
+        place = parallel.place(1, new.shape[1], start, decode=True)
+        logits = last_logits(model, model.logits(place.take(new, 0), place, caches), place)
+        start += new.shape[1]
+        token = sampling.draw(logits, start)
+        yield token
+        new = torch.tensor([[token]], device=parallel.mesh.device)
+
+
+def check_prompt(config: ModelConfig, prompt: Sequence[int]) -> None:
+    if not prompt:
+        raise ValueError("the prompt has no tokens; give at least one")
+    if max(prompt) >= config.vocab:
+        raise ValueError(
+            f"the prompt has token {max(prompt)} but the model knows {config.vocab}; use its own tokenizer"
+        )
+    if not config.rotary and len(prompt) >= config.context:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens and the model's positions end at {config.context}; shorten it"
+        )
+
+
+def last_logits(model: Transformer, logits: Tensor, place: Place) -> Tensor:
+    """The last token's logits [v], whole on every rank, from the ranks that have a part of them."""
+    s, b, v = place.logits
+    last = (s == place.start + place.seq - 1).to(logits.dtype)[:, None, None]
+    first = (b == 0).to(logits.dtype)[:, None]
+    whole = logits.new_zeros(model.config.vocab, dtype=torch.float32)
+    whole[v] = (logits * last * first).sum((0, 1)).float()
+    return all_reduce(whole, model.parallel.mesh.world).wait()

@@ -1,0 +1,264 @@
+"""What a training run is: every key with its default, its meaning and its rule.
+
+The defaults are the embedded run: a small byte-level GPT that learns from the running Python's own library,
+on eight ranks, in about two minutes on two cores.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from cuboid.config import ModelConfig, RopeScaling
+from cuboid.mesh import AXES, Cuboid
+from cuboid.presets import PRESETS
+from cuboid.train.keys import assignment, build, flatten, key, keys, toml, value_of, write
+
+
+@dataclass(frozen=True)
+class RopeScalingSection:
+    """Llama 3.1's stretching of the rotary wavelengths"""
+
+    factor: float = key(1.0, "how far; 1: not at all", at_least=1)
+    low_freq_factor: float = key(1.0, "wavelengths beyond original_context / this are stretched", above=0)
+    high_freq_factor: float = key(4.0, "wavelengths within original_context / this are not", above=0)
+    original_context: int = key(8192, "the context the model was first trained on", at_least=1)
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """what is trained"""
+
+    preset: str = key("", "a known model, whose sizes the keys below change; cuboid config --presets lists them")
+    family: Literal["gpt2", "llama"] = key("gpt2", "kind of Transformer")
+    layers: int = key(4, "Transformer blocks", at_least=1)
+    hidden: int = key(128, "width of the residual stream", at_least=1)
+    heads: int = key(8, "attention heads; y·z must divide them", at_least=1)
+    kv_heads: int = key(0, "heads of keys and values; 0: as many as heads", at_least=0)
+    head_dim: int = key(0, "width of a head; 0: hidden / heads", at_least=0)
+    ffn: int = key(0, "inner width of the MLP; 0: 4·hidden (gpt2), 8/3·hidden (llama)", at_least=0)
+    vocab: int = key(0, "rows of the embedding; 0: what the tokenizer has", at_least=0)
+    context: int = key(0, "longest sequence; 0: data.seq", at_least=0)
+    tied: bool | Literal["auto"] = key("auto", "head and embedding share their weight; auto: what the family does")
+    bias: bool | Literal["auto"] = key("auto", "linears have biases; auto: what the family does")
+    dropout: float = key(0.0, "share of the residual stream's elements zeroed in training", at_least=0, below=1)
+    norm_eps: float = key(1e-5, "added to the variance in norms", at_least=0)
+    init_std: float = key(0.02, "spread of the initial weights", above=0)
+    rope_theta: float = key(10000.0, "base of the rotary wavelengths", above=0)
+    rope_scaling: RopeScalingSection = RopeScalingSection()
+
+
+@dataclass(frozen=True)
+class CuboidSection:
+    """the block of devices: x·y·z·data ranks"""
+
+    x: int = key(2, "cuts the batch (and the sequence, where the batch is short) and every weight", at_least=1)
+    y: int = key(2, "cuts heads, the MLP's inner width, the vocabulary", at_least=1)
+    z: int = key(2, "cuts heads and the hidden width", at_least=1)
+    data: int = key(1, "copies of the whole cuboid, each with its own samples", at_least=1)
+    order: tuple[str, ...] = key(AXES, "axes from the slowest over ranks to the fastest")
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """what it learns from"""
+
+    paths: tuple[str, ...] = key(
+        (), "text files, folders, or what cuboid data build made; empty: this Python's library", path=True
+    )
+    tokenizer: str = key("", "tokenizer.json of the tokenizers library; empty: bytes", path=True)
+    val_fraction: float = key(0.05, "share of the tokens held out for validation", at_least=0, below=1)
+    max_bytes: int = key(8_000_000, "most of the built-in text to take", at_least=1)
+    seq: int = key(128, "tokens in a sequence", at_least=1)
+    batch: int = key(16, "sequences in a step, over all ranks", at_least=1)
+    micro_batches: int = key(1, "parts a step's batch is computed in, one after the other", at_least=1)
+    seed: int = key(0, "order of the samples", at_least=0)
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    """AdamW"""
+
+    lr: float = key(2e-3, "highest learning rate", above=0)
+    beta1: float = key(0.9, "decay of the running mean of gradients", at_least=0, below=1)
+    beta2: float = key(0.95, "decay of the running mean of their squares", at_least=0, below=1)
+    eps: float = key(1e-8, "added to the root of the mean square", above=0)
+    weight_decay: float = key(0.1, "of weight matrices; norms and biases are spared", at_least=0)
+    clip: float = key(1.0, "gradients of a larger norm are scaled down to it; 0: never", at_least=0)
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """steps and learning rate"""
+
+    steps: int = key(250, "optimizer steps", at_least=1)
+    warmup: int = key(20, "steps in which the learning rate rises from 0", at_least=0)
+    decay: Literal["cosine", "linear", "constant"] = key("cosine", "how the learning rate falls afterwards")
+    min_lr_ratio: float = key(0.1, "the last learning rate, as a share of the highest", at_least=0, at_most=1)
+
+
+@dataclass(frozen=True)
+class PrecisionSection:
+    """number formats"""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = key("fp32", "of products and activations; weights at rest are fp32")
+    loss_scale: float = key(65536.0, "fp16: what the loss is multiplied by at first", above=0)
+    growth_interval: int = key(2000, "fp16: steps without overflow until the scale doubles", at_least=1)
+
+
+@dataclass(frozen=True)
+class MemorySection:
+    """what is kept for backward, and what is made again"""
+
+    activations: Literal["regather", "retain"] = key("regather", "activations gathered for a product")
+    weights: Literal["regather", "retain"] = key("regather", "weights gathered for a product")
+    checkpoint: Literal["none", "selective", "full"] = key("none", "computed again: nothing, attention, blocks")
+    head_elements: int = key(1 << 24, "most elements of partial logits alive at a time", at_least=1)
+
+
+@dataclass(frozen=True)
+class LossSection:
+    """cross entropy"""
+
+    label_smoothing: float = key(0.0, "share of the target spread over the vocabulary", at_least=0, below=1)
+    z_loss: float = key(0.0, "weight of the squared log-partition, which keeps logits small", at_least=0)
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """checkpoints, in the run folder"""
+
+    every: int = key(0, "steps between checkpoints; 0: only at the end", at_least=0)
+    keep: int = key(2, "how many to keep, the newest; 0: all", at_least=0)
+    background: bool = key(True, "write them while training goes on")
+
+
+@dataclass(frozen=True)
+class LoggingSection:
+    """what is written and shown"""
+
+    folder: str = key("", "run folder; empty: a new one in runs/", path=True)
+    every: int = key(1, "steps between lines of metrics", at_least=1)
+    eval_every: int = key(50, "steps between validations; 0: only at the end", at_least=0)
+    eval_batches: int = key(8, "batches in a validation", at_least=1)
+    tensorboard: bool = key(True, "write TensorBoard events too")
+    sample_tokens: int = key(200, "length of the text sampled at the end; 0: none", at_least=0)
+    sample_prompt: str = key("def ", "what the sample continues")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides a run."""
+
+    seed: int = key(0, "of initialisation, dropout and sampling", at_least=0)
+    model: ModelSection = ModelSection()
+    cuboid: CuboidSection = CuboidSection()
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    precision: PrecisionSection = PrecisionSection()
+    memory: MemorySection = MemorySection()
+    loss: LossSection = LossSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    logging: LoggingSection = LoggingSection()
+
+    def model_config(self, vocab: int) -> ModelConfig:
+        """The model, for a tokenizer of `vocab` tokens."""
+        m, scaling = self.model, self.model.rope_scaling
+        if m.vocab and m.vocab < vocab:
+            raise ValueError(
+                f"model.vocab = {m.vocab} is less than the tokenizer's {vocab} tokens; use 0 or more of them"
+            )
+        values = {each.name: getattr(m, each.name) for each in fields(ModelConfig)}
+        values["vocab"] = m.vocab or vocab
+        values["context"] = m.context or self.data.seq
+        for name in ("tied", "bias"):
+            values[name] = None if values[name] == "auto" else values[name]
+        values["rope_scaling"] = None
+        if scaling.factor > 1:
+            values["rope_scaling"] = RopeScaling(*(getattr(scaling, each.name) for each in fields(RopeScaling)))
+        return ModelConfig(**values)
+
+    def cuboid_shape(self) -> Cuboid:
+        c = self.cuboid
+        return Cuboid(c.x, c.y, c.z, c.data, c.order)
+
+    def check(self) -> None:
+        """Raise if this cannot run, from what can be known before anything is started or written."""
+        for name, each in keys(TrainConfig).items():
+            each.fit(value_of(self, name))
+        cuboid, data, schedule = self.cuboid_shape(), self.data, self.schedule
+        parts = data.micro_batches * cuboid.data
+        if data.batch % parts:
+            near = [n for n in (data.batch // parts * parts, (data.batch // parts + 1) * parts) if n]
+            raise ValueError(
+                f"data.batch = {data.batch} cannot be cut into data.micro_batches · cuboid.data = {parts}; "
+                f"use {' or '.join(map(str, near))}"
+            )
+        if schedule.warmup > schedule.steps:
+            raise ValueError(
+                f"schedule.warmup = {schedule.warmup} is more than schedule.steps = {schedule.steps}; "
+                "the learning rate would never reach optimizer.lr; use a shorter warmup"
+            )
+        self.model_config(self.model.vocab or 1).check(cuboid, data.batch // data.micro_batches, data.seq)
+        for name, path in [
+            *(("data.paths", path) for path in data.paths),
+            ("data.tokenizer", data.tokenizer),
+        ]:
+            if path and not Path(path).exists():
+                raise ValueError(f"{name}: {path} does not exist{_nearest_file(Path(path))}")
+
+
+def load(path: Path | None = None, overrides: Sequence[str] = (), preset: str = "") -> TrainConfig:
+    """The defaults, changed by the preset, the file, and each `key=value`. Call `check` before a run."""
+    given = {"model.preset": preset} if preset else {}
+    given |= flatten(TrainConfig, _read(path)) if path else {}
+    given |= dict(assignment(TrainConfig, text) for text in overrides)
+    config: TrainConfig = build(TrainConfig, _preset(given.get("model.preset", "")) | given)
+    return config
+
+
+def resolved_toml(config: TrainConfig) -> str:
+    """Every key with its value and meaning; loads back as the same configuration."""
+    return write(config)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        hint = _nearest_file(path) or "; cuboid config --show prints one to begin with"
+        raise ValueError(f"config file {path} does not exist{hint}") from None
+    except OSError as error:
+        raise ValueError(f"config file {path} cannot be read: {error.strerror}; give a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config file {path} is not TOML: {error}; compare with cuboid config --show") from None
+
+
+def _nearest_file(path: Path) -> str:
+    folder = path.parent
+    near = get_close_matches(path.name, [each.name for each in folder.iterdir()], 1) if folder.is_dir() else []
+    return f"; did you mean {folder / near[0]}?" if near else ""
+
+
+def _preset(name: str) -> dict[str, Any]:
+    """A preset's keys. What follows from other keys is left to follow: a changed hidden has its own ffn."""
+    if not name:
+        return {}
+    if name not in PRESETS:
+        near = get_close_matches(name, PRESETS, 1)
+        hint = f"did you mean {toml(near[0])}? " if near else ""
+        raise ValueError(f"model.preset = {toml(name)} is not known; {hint}There are {', '.join(PRESETS)}")
+    model = PRESETS[name]
+    values = {f"model.{each.name}": getattr(model, each.name) for each in fields(ModelConfig)}
+    for word, blank, written in [(w, 0, 0) for w in ("kv_heads", "head_dim", "ffn")] + [
+        (w, None, "auto") for w in ("tied", "bias")
+    ]:
+        if model.replace(**{word: blank}) == model:
+            values[f"model.{word}"] = written
+    scaling = values.pop("model.rope_scaling")
+    if scaling:
+        values |= {f"model.rope_scaling.{each.name}": getattr(scaling, each.name) for each in fields(RopeScaling)}
+    return values

@@ -1,0 +1,241 @@
+"""Typed keys: a tree of frozen dataclasses, read from TOML and written back, each key with meaning and rule.
+
+A key's name is dotted, as a person types it: `optimizer.lr`. The tree is known here only through its fields.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from math import isfinite
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a key means, and which values of its type it takes."""
+
+    help: str
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    path: bool = False  # names files: made absolute, so that a run resumes from any working directory
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    path: bool = False,
+) -> Any:
+    return field(default=default, metadata={"rule": Rule(help, at_least, above, below, at_most, path)})
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str
+    kind: Any  # the annotation: int, float, str, tuple[str, ...], or bool and Literal, alone or joined by |
+    default: Any
+    rule: Rule
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """All values the key takes, if they can be counted."""
+        kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
+        found: list[Any] = []
+        for kind in kinds:
+            found += [True, False] if kind is bool else get_args(kind) if get_origin(kind) is Literal else []
+        return tuple(found)
+
+    @property
+    def rule_text(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(toml(choice) for choice in self.choices)
+        names = {int: "a whole number", float: "a number", str: "a text"}
+        text = names.get(self.kind, "a list of texts")
+        rule = self.rule
+        limits = [
+            ("at least", rule.at_least),
+            ("above", rule.above),
+            ("below", rule.below),
+            ("at most", rule.at_most),
+        ]
+        given = [f"{word} {limit:g}" for word, limit in limits if limit is not None]
+        return ", ".join([text, " and ".join(given)]) if given else text
+
+    def fit(self, value: Any) -> Any:
+        """`value` as the key's type; raise if the key does not take it."""
+        if self.choices:
+            ok = any(type(value) is type(choice) and value == choice for choice in self.choices)
+        elif self.kind in (int, float):
+            ok = isinstance(value, self.kind | int) and not isinstance(value, bool) and self._within(value)
+            value = self.kind(value) if ok else value
+        elif self.kind is str:
+            ok = isinstance(value, str)
+            value = _absolute(value) if ok and self.rule.path else value
+        else:
+            ok = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+            value = tuple(_absolute(item) if self.rule.path else item for item in value) if ok else value
+        if not ok:
+            raise ValueError(f"{self.name} = {toml(value)} must be {self.rule_text}; {self._remedy(value)}")
+        return value
+
+    def parse(self, text: str) -> Any:
+        """What a person typed after `key=`: a TOML value, or the bare text where the key takes text."""
+        try:
+            table = tomllib.loads(f"value = {text}")
+        except tomllib.TOMLDecodeError:
+            table = {}
+        bare = len(table) != 1
+        value = text if bare else table["value"]
+        if self.kind is str and not isinstance(value, str):
+            return text
+        if get_origin(self.kind) is tuple and not isinstance(value, list):
+            quoted = isinstance(value, str) and not bare
+            return [value] if quoted else [part.strip() for part in text.split(",") if part.strip()]
+        return value
+
+    def _within(self, value: float) -> bool:
+        rule = self.rule
+        return (
+            isfinite(value)
+            and (rule.at_least is None or value >= rule.at_least)
+            and (rule.above is None or value > rule.above)
+            and (rule.below is None or value < rule.below)
+            and (rule.at_most is None or value <= rule.at_most)
+        )
+
+    def _remedy(self, value: Any) -> str:
+        texts = [choice for choice in self.choices if isinstance(choice, str)]
+        near = get_close_matches(value, texts, 1) if isinstance(value, str) else []
+        return f"did you mean {toml(near[0])}?" if near else f"the default is {toml(self.default)}"
+
+
+def sections(tree: type, at: str = "") -> Iterator[tuple[str, type]]:
+    """Every table of the tree with its dotted name, the root's empty."""
+    yield at, tree
+    hints = get_type_hints(tree)
+    for each in fields(tree):
+        if is_dataclass(hints[each.name]):
+            yield from sections(hints[each.name], f"{at}.{each.name}".strip("."))
+
+
+def keys(tree: type) -> dict[str, Key]:
+    """Every key of the tree by its dotted name."""
+    found = {}
+    for at, section in sections(tree):
+        hints = get_type_hints(section)
+        for each in fields(section):
+            if not is_dataclass(hints[each.name]):
+                name = f"{at}.{each.name}".strip(".")
+                found[name] = Key(name, hints[each.name], each.default, each.metadata["rule"])
+    return found
+
+
+def flatten(tree: type, table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """A TOML table as dotted keys with their values, types checked."""
+    known, tables = keys(tree), dict(sections(tree))
+    found: dict[str, Any] = {}
+    for word, value in table.items():
+        name = f"{at}.{word}".strip(".")
+        if name in known:
+            found[name] = known[name].fit(value)
+        elif name not in tables:
+            raise unknown(tree, name, value)
+        elif isinstance(value, Mapping):
+            found |= flatten(tree, value, name)
+        else:
+            raise ValueError(_is_section(tree, name, toml(value)))
+    return found
+
+
+def assignment(tree: type, text: str) -> tuple[str, Any]:
+    """`key=value` as typed on the command line."""
+    name, equals, typed = (part.strip() for part in text.partition("="))
+    known = keys(tree)
+    if not equals:
+        raise ValueError(f"--set {text} has no value; write key=value, such as --set {next(iter(known))}=1")
+    if name in dict(sections(tree)):
+        raise ValueError(_is_section(tree, name, typed))
+    if name not in known:
+        raise unknown(tree, name, typed)
+    return name, known[name].fit(known[name].parse(typed))
+
+
+def build(tree: type, values: Mapping[str, Any], at: str = "") -> Any:
+    """The tree, with a default wherever `values` has no such dotted key."""
+    hints, arguments = get_type_hints(tree), {}
+    for each in fields(tree):
+        name = f"{at}.{each.name}".strip(".")
+        if is_dataclass(kind := hints[each.name]):
+            assert isinstance(kind, type)
+            arguments[each.name] = build(kind, values, name)
+        elif name in values:
+            arguments[each.name] = values[name]
+    return tree(**arguments)
+
+
+def value_of(tree: object, name: str) -> Any:
+    for word in name.split("."):
+        tree = getattr(tree, word)
+    return tree
+
+
+def write(tree: object) -> str:
+    """The tree as TOML that reads back as the same tree, each key with its meaning beside it."""
+    known, blocks = keys(type(tree)), []
+    for at, section in sections(type(tree)):
+        own = [k for name, k in known.items() if name.rpartition(".")[0] == at]
+        lines = [f"{k.name.rpartition('.')[2]} = {toml(value_of(tree, k.name))}" for k in own]
+        width = min(max(map(len, lines)), 40)
+        head = [f"[{at}]  # {(section.__doc__ or '').splitlines()[0]}"] if at else []
+        blocks.append(
+            "\n".join(head + [f"{line:<{width}}  # {meaning(k)}" for line, k in zip(lines, own, strict=True)])
+        )
+    return "\n\n".join(blocks) + "\n"
+
+
+def meaning(k: Key) -> str:
+    """The help, with the values to choose from."""
+    texts = [choice for choice in k.choices if isinstance(choice, str)]
+    return k.rule.help + (f" ({', '.join(toml(choice) for choice in k.choices)})" if texts else "")
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has no raw DEL
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml(item) for item in value)}]"
+    return repr(value)
+
+
+def unknown(tree: type, name: str, value: Any) -> ValueError:
+    """The error for a key that is not there, with the nearest one that is."""
+    word = name.rpartition(".")[2]
+    names = [*keys(tree), *(at for at, _ in sections(tree) if at)]
+    words = {each.rpartition(".")[2]: each for each in reversed(names)}
+    near = [each for each in names if each.rpartition(".")[2] == word] or get_close_matches(name, names, 1, 0.7)
+    near = near or [words[each] for each in get_close_matches(word, list(words), 1)]
+    hint = f"did you mean {' or '.join(near)}?" if near else "it is like none of them"
+    what = "section" if isinstance(value, Mapping) else "key"
+    arrived = name if what == "section" else f"{name} = {value if isinstance(value, str) else toml(value)}"
+    return ValueError(f"{arrived}: there is no such {what}; {hint} (cuboid config --show lists all)")
+
+
+def _is_section(tree: type, name: str, value: str) -> str:
+    inside = [each for each in keys(tree) if each.startswith(f"{name}.")]
+    return f"{name} = {value}: {name} is a section and takes no value; set its keys, such as {inside[0]}"
+
+
+def _absolute(text: str) -> str:
+    return str(Path(text).expanduser().absolute()) if text else text

@@ -1,0 +1,261 @@
+"""The training loop of one rank."""
+
+import resource
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from cuboid import data
+from cuboid.comm import from_first
+from cuboid.generate import Sampling, generate
+from cuboid.launch import World
+from cuboid.loss import Loss
+from cuboid.mesh import Mesh
+from cuboid.model import Transformer
+from cuboid.parallel.cuboid import CuboidParallel, Policy
+from cuboid.randomness import key_of
+from cuboid.train import checkpoint
+from cuboid.train.config import TrainConfig, resolved_toml
+from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
+from cuboid.train.plot import plot_run
+from cuboid.train.progress import Progress, StepReport
+from cuboid.train.run import RunFolder, fresh_path
+
+COMPUTE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    folder: str
+    steps: int  # done, of
+    of: int
+    loss: float
+    val_loss: float
+    unigram: float
+    sample: str
+    seconds: float
+
+    @property
+    def finished(self) -> bool:
+        return self.steps >= self.of
+
+
+def build(config: TrainConfig, vocab: int, world: World) -> Transformer:
+    """The model of a configuration on its cuboid."""
+    mesh = Mesh(config.cuboid_shape(), world.rank, world.device)
+    memory = config.memory
+    policy = Policy(memory.activations, memory.weights, memory.head_elements)
+    parallel = CuboidParallel(config.model_config(vocab), mesh, policy, COMPUTE[config.precision.dtype])
+    return Transformer(parallel, config.seed, torch.float32, memory.checkpoint)
+
+
+def corpus_of(config: TrainConfig) -> data.Corpus:
+    d = config.data
+    tokenizer = Path(d.tokenizer) if d.tokenizer else None
+    if not d.paths:
+        return data.tokenise(data.python_stdlib(d.max_bytes), data.load_tokenizer(tokenizer), d.val_fraction)
+    return data.load([Path(path) for path in d.paths], tokenizer, d.val_fraction)
+
+
+class Trainer:
+    """Model, optimizer and place in the data of one rank; `step` takes one step."""
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self.config, self.corpus = config, corpus_of(config)
+        self.model = build(config, self.corpus.vocab, world)
+        self.corpus.check(self.model.config.vocab)
+        self.optimizer = adamw(self.model, config.optimizer)
+        self.loss = Loss(label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss)
+        fp16 = config.precision.dtype == "fp16"
+        self.scale = LossScale(config.precision.loss_scale, config.precision.growth_interval) if fp16 else LossScale()
+        self.done = self.updates = 0
+        d = config.data
+        self.place = self.model.parallel.place(d.batch // d.micro_batches, d.seq)
+        self.batches = data.Loader(data.Samples(self.corpus.train, d.seq, d.seed), self.place)
+        self.held_out = data.Samples(self.corpus.val, d.seq) if len(self.corpus.val) > d.seq else None
+
+    def step(self, stop: bool = False) -> tuple[StepReport, bool]:
+        """One optimizer step; also whether any rank wants to stop."""
+        config, ledger = self.config, self.model.parallel.mesh.ledger
+        ledger.reset()
+        start, parts, total = time.perf_counter(), config.data.micro_batches, 0.0
+        for part in range(parts):
+            tokens, targets = self.batches(self.done * parts + part)
+            dropout = key_of(config.seed, f"{self.done}.{part}") if self.model.config.dropout else None
+            loss = self.model(tokens, targets, self.place, self.loss, dropout)
+            (loss * (self.scale.scale / parts)).backward()
+            total = total + loss.detach() / parts
+        lr = learning_rate(self.done, config.schedule, config.optimizer.lr)
+        applied = apply(self.model, self.optimizer, self.scale, config.optimizer.clip, lr, stop)
+        self.done += 1
+        self.updates += not applied.overflowed
+        value, seconds = float(total), time.perf_counter() - start
+        report = StepReport(
+            step=self.done,
+            loss=value,
+            grad_norm=applied.norm,
+            lr=lr,
+            tokens_per_s=config.data.batch * config.data.seq / seconds,
+            exposed=ledger.exposed() / seconds,
+            memory_bytes=peak_memory(self.place.positions.device),
+            skipped=applied.overflowed,
+        )
+        return report, applied.stop
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """The mean loss over the first batches of the held-out text."""
+        if self.held_out is None:
+            return float("nan")
+        batches, rows = data.Loader(self.held_out, self.place), self.place.batch
+        total = count = 0.0
+        for i in range(min(self.config.logging.eval_batches, -(-len(self.held_out) // rows))):
+            real = min(rows, len(self.held_out) - i * rows)
+            tokens, targets = batches(i)
+            total += real * float(self.model(tokens, targets, self.place))
+            count += real
+        return total / count
+
+    def sample(self) -> str:
+        """A text that continues the configured prompt."""
+        log, tokenizer = self.config.logging, self.corpus.tokenizer
+        prompt = [int(token) for token in tokenizer.encode(log.sample_prompt)] or [0]
+        room = self.model.config.context - 1
+        tokens = list(generate(self.model, prompt[:room], log.sample_tokens, Sampling(seed=self.config.seed)))
+        return tokenizer.decode(prompt + tokens)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors. Samples and randomness follow from steps and seeds."""
+        return {
+            "model": asdict(self.model.config),
+            "updates": self.updates,
+            "scale": asdict(self.scale),
+            "data": {"digest": self.corpus.digest, "samples": self.done * self.config.data.batch},
+            "cuboid": self.model.parallel.mesh.cuboid.sizes,
+            "seed": self.config.seed,
+        }
+
+    def resume(self, path: Path) -> None:
+        state = checkpoint.check_model(path, asdict(self.model.config))
+        check_data(path, state, self)
+        checkpoint.load(path, self.model, self.optimizer)
+        self.done, self.updates = state["step"], state["updates"]
+        if self.scale.interval and state["scale"]["interval"]:
+            self.scale.scale, self.scale.good = state["scale"]["scale"], state["scale"]["good"]
+
+
+def check_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
+    if state["data"]["digest"] != trainer.corpus.digest:
+        raise ValueError(f"{path} was trained on other text; give the data it began with, or begin a new run")
+    expected = state["step"] * trainer.config.data.batch
+    if state["data"]["samples"] != expected:
+        raise ValueError(
+            f"{path} has seen {state['data']['samples']} samples in {state['step']} steps, but data.batch = "
+            f"{trainer.config.data.batch} makes that {expected}; keep the batch it began with"
+        )
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most this rank has held: allocated on its GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextmanager
+def interruptible() -> Iterator[list[bool]]:
+    """Ctrl-C asks to stop after the step; the list then holds True. A second one ends the process."""
+    asked: list[bool] = []
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        asked.append(True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def introduction(trainer: Trainer, folder: Path) -> str:
+    c, d, cuboid = trainer.model.config, trainer.config.data, trainer.model.parallel.mesh.cuboid
+    held = sum(p.numel() for p in trainer.model.parameters())
+    text = ", ".join(d.paths) or "Python's own library"
+    lines = [
+        f"model   {c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {c.parameters:,} parameters, "
+        f"{held:,} on rank 0",
+        f"cuboid  {cuboid}, {cuboid.ranks} ranks, {trainer.config.precision.dtype}",
+        f"data    {len(trainer.corpus.train):,} tokens of {text}; {d.batch} × {d.seq} tokens a step",
+        f"run     {folder}",
+    ]
+    if trainer.done:
+        lines.append(f"resumed after step {trainer.done}")
+    return "\n".join(lines)
+
+
+def open_folder(trainer: Trainer, folder: Path | None, resume: Path | None) -> tuple[Path, RunFolder | None]:
+    """Where the run is kept, agreed by all ranks; rank 0 writes there. Nothing is made before all is known good."""
+    mesh, config, run = trainer.model.parallel.mesh, trainer.config, None
+    if mesh.rank == 0:
+        path = folder or fresh_path()
+        if resume is not None and (path / "config.toml").is_file():
+            run = RunFolder.open(path, config.logging.tensorboard)
+            run.config.write_text(resolved_toml(config), "utf-8")
+            run.rewind(trainer.done)
+        else:
+            run = RunFolder.create(path, resolved_toml(config), config.logging.tensorboard)
+            trainer.corpus.tokenizer.save(run.path)
+    return from_first(run.path if run else None, mesh.world), run
+
+
+def train(world: World, config: TrainConfig, folder: Path | None, resume: Path | None) -> Outcome | None:
+    """The whole run, on every rank; rank 0 writes, speaks and returns the outcome."""
+    trainer = Trainer(config, world)
+    if resume is not None:
+        trainer.resume(resume)
+    folder, run = open_folder(trainer, folder, resume)
+    writer = checkpoint.Writer(
+        folder / "checkpoints", trainer.model, config.checkpoint.keep, config.checkpoint.background
+    )
+    began, log, total = time.perf_counter(), config.logging, config.schedule.steps
+    value, last, report = float("nan"), 0, None
+    console = Console(quiet=world.rank != 0)
+    console.print(introduction(trainer, folder), highlight=False, soft_wrap=True)
+    with interruptible() as asked, Progress(total, trainer.done, console) as progress:
+        stop = False
+        while trainer.done < total and not stop:
+            report, stop = trainer.step(bool(asked))
+            progress.update(report)
+            metrics: dict[str, float] = {}
+            if report.step % log.every == 0 or report.step == total:
+                metrics = asdict(report)
+            if (log.eval_every and report.step % log.eval_every == 0) or report.step == total:
+                value, last = trainer.validate(), report.step
+                metrics |= {"step": report.step, "val_loss": value}
+                progress.note(f"step {report.step}: validation loss {value:.4f}")
+            if run is not None and metrics:
+                run.log(metrics)
+            if (config.checkpoint.every and report.step % config.checkpoint.every == 0) or stop or report.step == total:
+                writer.save(report.step, trainer.optimizer, trainer.state())
+    writer.wait()
+    if last != trainer.done and not stop:
+        value = trainer.validate()
+    text = trainer.sample() if log.sample_tokens and not stop else ""
+    if run is None:
+        return None
+    unigram = data.unigram_entropy(trainer.corpus.train, trainer.corpus.vocab)
+    plot_run(run.metrics(), run.plot, unigram)
+    run.close()
+    loss = report.loss if report is not None else float("nan")
+    return Outcome(str(folder), trainer.done, total, loss, value, unigram, text, time.perf_counter() - began)

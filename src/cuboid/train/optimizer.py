@@ -1,0 +1,94 @@
+"""AdamW on shards, the learning rate over the steps, and fp16's loss scale."""
+
+from dataclasses import dataclass
+from math import cos, isfinite, pi
+
+import torch
+from torch import nn
+
+from cuboid.comm import all_reduce
+from cuboid.model import Transformer
+from cuboid.train.config import OptimizerSection, ScheduleSection
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def adamw(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
+    """Weight decay for matrices (tables among them), none for norms and biases. Its state exists from the start, so
+    that a checkpoint can be loaded into it."""
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+    for p in parameters:
+        moments = {name: torch.zeros_like(p) for name in MOMENTS}
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+    return optimizer
+
+
+def learning_rate(step: int, schedule: ScheduleSection, highest: float) -> float:
+    """Of step 0, 1, …: a rise over the warm-up, then a fall to the last step's."""
+    if step < schedule.warmup:
+        return highest * (step + 1) / schedule.warmup
+    done = (step - schedule.warmup) / max(1, schedule.steps - schedule.warmup)
+    fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + cos(pi * done)) / 2}[schedule.decay]
+    return highest * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * fall)
+
+
+@dataclass
+class LossScale:
+    """fp16's: halved when a gradient overflows, doubled after `interval` steps without. 1 and fixed otherwise."""
+
+    scale: float = 1.0
+    interval: int = 0  # 0: fixed
+    good: int = 0
+
+    def update(self, overflowed: bool) -> None:
+        if not self.interval:
+            return
+        if overflowed:
+            self.scale, self.good = max(self.scale / 2, 1.0), 0
+        elif self.good + 1 >= self.interval:
+            self.scale, self.good = self.scale * 2, 0
+        else:
+            self.good += 1
+
+
+@dataclass(frozen=True)
+class Applied:
+    norm: float
+    overflowed: bool
+    stop: bool  # some rank was asked to stop
+
+
+@torch.no_grad()
+def apply(
+    model: Transformer, optimizer: torch.optim.AdamW, scale: LossScale, clip: float, lr: float, stop: bool
+) -> Applied:
+    """Clip by the exact norm of the whole model's gradient and take a step; skip it where the gradient is not finite.
+
+    One small all-reduce carries the norm and whether to stop, so that all ranks decide alike.
+    """
+    mesh = model.parallel.mesh
+    squares = model.gradient_square()
+    total, stops = all_reduce(torch.stack((squares, squares.new_tensor(float(stop)))), mesh.world).wait().tolist()
+    norm = total**0.5 / scale.scale if isfinite(total) else float("nan")
+    overflowed = not isfinite(total)
+    if not overflowed:
+        factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if factor / scale.scale != 1.0:
+            torch._foreach_mul_(gradients, factor / scale.scale)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad()
+    scale.update(overflowed)
+    return Applied(norm, overflowed, stops > 0)

@@ -1,0 +1,144 @@
+"""What a person watches while a run trains: a live line on a terminal, a plain line now and then elsewhere."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step, as it is logged and shown. Steps are counted from 1."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    exposed: float  # share of the step spent waiting for communication
+    memory_bytes: int  # most held by any rank
+    skipped: bool = False  # the gradient overflowed and was not applied
+
+
+class Progress:
+    """A context manager for the rank that speaks. `start` of the `total` steps were done before this run."""
+
+    def __init__(
+        self,
+        total: int,
+        start: int = 0,
+        console: Console | None = None,
+        seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._start = total, start
+        self._console = console or Console()
+        self._seconds = seconds  # between plain lines
+        self._clock = clock
+        self._began = self._shown = clock()
+        self._last: StepReport | None = None
+        self._pending = False  # the last report is not yet printed
+        live = self._console.is_terminal and not self._console.is_dumb_terminal
+        # Refreshed by hand: a thread of its own would compete with the step, and steps come often enough.
+        self._live = Live(get_renderable=self._line, console=self._console, auto_refresh=False) if live else None
+
+    def __enter__(self) -> "Progress":
+        self._began = self._shown = self._clock()
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.refresh()
+            self._live.stop()
+        elif self._pending:
+            self._print()
+
+    def update(self, report: StepReport) -> None:
+        first, last = self._last is None, report.step >= self._total
+        self._last, self._pending = report, True
+        due = self._clock() - self._shown >= (0.1 if self._live else self._seconds)
+        if not (first or last or due):
+            return
+        self._shown = self._clock()
+        if self._live:
+            self._live.refresh()
+        else:
+            self._print()
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the live one."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def eta(self) -> float:
+        """Seconds to go at the pace so far."""
+        if self._last is None or self._last.step <= self._start:
+            return float("nan")
+        pace = (self._clock() - self._began) / (self._last.step - self._start)
+        return pace * (self._total - self._last.step)
+
+    def _print(self) -> None:
+        assert self._last is not None
+        self._pending = False
+        self._console.print(Text("  ".join(["step", *self._parts(self._last)])), soft_wrap=True)
+
+    def _parts(self, report: StepReport) -> list[str]:
+        parts = [
+            f"{report.step:>{len(str(self._total))}}/{self._total}",
+            f"loss {report.loss:.4f}",
+            f"grad {report.grad_norm:.3g}",
+            f"lr {report.lr:.2e}",
+            f"{quantity(report.tokens_per_s)} tok/s",
+            f"comm {report.exposed:.0%}",
+            f"{quantity(report.memory_bytes)}B",
+            f"ETA {duration(self.eta())}",
+        ]
+        if report.skipped:
+            parts.append("skipped: overflow")
+        return parts
+
+    def _line(self) -> Table | Text:
+        if self._last is None:
+            return Text("starting …")
+        parts = self._parts(self._last)
+        text = Text("  ".join(parts))
+        room = self._console.width - text.cell_len - 2
+        if room < 8:
+            return text if room >= 0 else Text(" ".join(parts))
+        bar = ProgressBar(self._total, self._last.step, width=min(room, 30))
+        line = Table.grid(padding=(0, 2, 0, 0))
+        line.add_row(bar, text)
+        return line
+
+
+def quantity(value: float) -> str:
+    """Three digits and a unit.
+
+    >>> [quantity(n) for n in (7, 950, 12_345, 4_800_000_000)]
+    ['7', '950', '12.3k', '4.8G']
+    """
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}T"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> [duration(s) for s in (7, 75, 7384, 200_000, float("nan"))]
+    ['0:07', '1:15', '2:03:04', '2d 7h', '?']
+    """
+    if not 0 <= seconds < float("inf"):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24}d {hours % 24}h"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,145 @@
+"""The one comparison of the suite: a model on a cuboid against the same model on one device, in fp64.
+
+Loss, logits, every parameter's gradient, the gradient's norm and the initial parameters are compared. Biases
+begin at zero and norms at one, where a misplaced slice does not show, so every parameter is moved before the
+step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuboid.comm import gather_pieces
+from cuboid.config import ModelConfig
+from cuboid.launch import World
+from cuboid.layout import Spec
+from cuboid.loss import Loss
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.model import Recompute, Transformer
+from cuboid.nn import declared
+from cuboid.parallel import Index, Parallel
+from cuboid.parallel.cuboid import CuboidParallel, Policy
+from cuboid.parallel.serial import Serial
+
+EXACT = 1e-9  # relative, in fp64
+
+
+@dataclass(frozen=True)
+class Case:
+    config: ModelConfig
+    cuboid: Cuboid
+    batch: int
+    seq: int
+    policy: Policy = field(default_factory=Policy)
+    loss: Loss = field(default_factory=Loss)
+    dropout: int | None = None  # the seed, if there is to be any
+    recompute: Recompute = "none"
+    seed: int = 1
+
+
+class Outcome(NamedTuple):
+    """What a step gave, as one rank has it."""
+
+    specs: dict[str, Spec]
+    initial: list[Tensor]
+    gradients: list[Tensor]
+    loss: float
+    norm: float
+    logits: Tensor
+    index: Index
+
+
+def compare(world: World, case: Case) -> dict[str, float]:
+    """The relative error of everything, on rank 0. Raises if initial parameters differ by a bit."""
+    mesh = Mesh(case.cuboid, world.rank)
+    ours = step(CuboidParallel(case.config, mesh, case.policy), case)
+    specs = list(ours.specs.values())
+    # all gathers first: should the joining below raise, no rank is left waiting
+    initial, gradients = pieces(ours.initial, specs, mesh), pieces(ours.gradients, specs, mesh)
+    logits = gather_pieces(ours.logits, mesh.world)
+    index = [Index(*parts) for parts in zip(*(gather_pieces(i, mesh.world) for i in ours.index), strict=True)]
+    mesh.close()
+    if world.rank:
+        return {}
+    reference = step(Serial(case.config), case)
+    for name, spec, parts, whole in zip(ours.specs, specs, initial, reference.initial, strict=True):
+        assert torch.equal(spec.join(parts, case.cuboid), whole), f"{name} begins with other values"
+    errors = {
+        "loss": abs(ours.loss / reference.loss - 1),
+        "norm": abs(ours.norm / reference.norm - 1),
+        "logits": relative(join_logits(logits, index, case), reference.logits),
+    }
+    for name, spec, parts, whole in zip(ours.specs, specs, gradients, reference.gradients, strict=True):
+        # some gradients are zero in exact arithmetic, such as that of a key's bias: what is left is rounding
+        errors[name] = relative(spec.join(parts, case.cuboid), whole, least=1e-3 * reference.norm)
+    return errors
+
+
+def step(parallel: Parallel, case: Case) -> Outcome:
+    """One forward and backward of the case's model and batch."""
+    mesh, loss = parallel.mesh, case.loss
+    model = Transformer(parallel, case.seed, torch.float64, case.recompute)
+    parameters = {name: parameter for name, parameter, _ in declared(model)}
+    specs = {name: declaration.spec for name, _, declaration in declared(model)}
+    initial = [parameter.detach().clone() for parameter in parameters.values()]
+    generator = torch.Generator().manual_seed(case.seed)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            noise = 0.2 * torch.randn(specs[name].shape, generator=generator, dtype=torch.float64)
+            parameter += specs[name].take(noise, mesh.cuboid, mesh.coordinates)
+    tokens, targets = batch_of(case)
+    place = parallel.place(case.batch, case.seq)
+    mine = place.take(tokens, 0)
+    value = model(mine, place.take(targets, loss.ignore_index), place, loss, case.dropout)
+    value.backward()
+    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    norm = model.gradient_norm().item()
+    with torch.no_grad():
+        logits = model.logits(mine, place)
+    return Outcome(specs, initial, gradients, value.item(), norm, logits, place.logits)
+
+
+def batch_of(case: Case) -> tuple[Tensor, Tensor]:
+    """Tokens and targets. A quarter of these is ignored, and all of the first sample if there are others, so
+    that the ranks of x count unequal numbers of tokens."""
+    generator = torch.Generator().manual_seed(case.seed)
+    shape = (case.batch, case.seq)
+    tokens, targets = (torch.randint(0, case.config.vocab, shape, generator=generator) for _ in range(2))
+    ignored = torch.rand(shape, generator=generator) < 0.25
+    if case.batch > 1:
+        ignored[0] = True
+    ignored[-1, 0] = False
+    return tokens, torch.where(ignored, case.loss.ignore_index, targets)
+
+
+def pieces(tensors: Sequence[Tensor], specs: Sequence[Spec], mesh: Mesh) -> list[list[Tensor]]:
+    """For each tensor, every rank's piece: all tensors travel in one gather."""
+    flats = gather_pieces(torch.cat([tensor.reshape(-1) for tensor in tensors]), mesh.world)
+    found: list[list[Tensor]] = [[] for _ in specs]
+    for rank, flat in enumerate(flats):
+        shapes = [torch.Size(s.local_shape(mesh.cuboid, mesh.cuboid.coordinates(rank))) for s in specs]
+        parts = flat.split([shape.numel() for shape in shapes])
+        for each, part, shape in zip(found, parts, shapes, strict=True):
+            each.append(part.view(shape))
+    return found
+
+
+def join_logits(parts: Sequence[Tensor], index: Sequence[Index], case: Case) -> Tensor:
+    """The whole logits, [s, b, v]; positions from `seq` on are padding."""
+    whole = torch.full((case.seq, case.batch, case.config.vocab), torch.nan, dtype=torch.float64)
+    for part, (s, b, v) in zip(parts, index, strict=True):
+        inside = s < case.seq
+        whole[s[inside, None, None], b[:, None], v] = part[inside]
+    return whole
+
+
+def relative(found: Tensor, wanted: Tensor, least: float = 0.0) -> float:
+    return ((found - wanted).norm() / max(wanted.norm().item(), least)).item()
+
+
+def wrong(errors: dict[str, float], tolerance: float = EXACT) -> dict[str, float]:
+    """The errors above the tolerance, those that are not a number included."""
+    return {name: error for name, error in errors.items() if not error <= tolerance}

@@ -1,0 +1,82 @@
+"""Building a model takes a rank the memory and the time of its shards, not of the whole."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuboid import nn
+from cuboid.config import ModelConfig
+from cuboid.launch import Pool, World
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.model import Transformer
+from cuboid.parallel.cuboid import CuboidParallel
+
+MB = 1 << 20
+BIG = ModelConfig("gpt2", layers=2, hidden=2048, heads=16, vocab=256, context=64)  # 400 MB in fp32
+SMALL = ModelConfig("gpt2", layers=1, hidden=64, heads=4, vocab=37, context=16)
+CUBE = Cuboid(2, 2, 2)
+
+
+def status(field: str) -> int:
+    """Bytes, of a line of /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def peak_of_build(world: World) -> tuple[int, int]:
+    """How far memory rose while the big model was built, and the bytes of this rank's shards."""
+    mesh = Mesh(CUBE, world.rank)
+    Transformer(CuboidParallel(SMALL, mesh))  # what PyTorch loads at its first use is not the model's
+    Path("/proc/self/clear_refs").write_text("5")  # begin the peak again
+    before = status("VmRSS")
+    model = Transformer(CuboidParallel(BIG, mesh))
+    peak = status("VmHWM") - before
+    mesh.close()
+    return peak, sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's memory counters")
+def test_memory_is_the_shards() -> None:
+    with Pool(CUBE.ranks) as pool:  # new ranks: used ones have free memory at hand that would hide a peak
+        found = pool.run(peak_of_build)
+    for peak, shards in found:
+        assert shards == pytest.approx(4 * BIG.parameters / CUBE.ranks, rel=0.01)
+        assert peak < shards + 80 * MB
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """The values drawn."""
+    drawn, normal = [], nn.normal
+
+    def counted(*args: Any) -> Tensor:
+        values = normal(*args)
+        drawn.append(values.numel())
+        return values
+
+    with patch.object(nn, "normal", counted):
+        yield drawn
+
+
+def drawn_in_build(world: World) -> tuple[int, int]:
+    mesh = Mesh(CUBE, world.rank)
+    with counting() as drawn:
+        model = Transformer(CuboidParallel(SMALL, mesh))
+    mesh.close()
+    return sum(drawn), sum(p.numel() for p in model.parameters() if p.dim() == 2)
+
+
+def test_no_rank_draws_more_than_its_shards(pool: Callable[[int], Pool]) -> None:
+    for drawn, held in pool(CUBE.ranks).run(drawn_in_build):
+        assert drawn == held
+
+
+def test_parameters_are_counted() -> None:
+    with torch.device("meta"):
+        pass

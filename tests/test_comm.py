@@ -1,0 +1,183 @@
+"""Collectives against sums and concatenations done by hand, over every axis of a mixed cuboid."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuboid.comm import (
+    COLLECTIVES,
+    TRANSPOSE,
+    Kind,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    collective,
+    gather_pieces,
+    reduce_scatter,
+    run,
+)
+from cuboid.launch import Pool, World
+from cuboid.mesh import Axis, Cuboid, Mesh
+
+MIXED = Cuboid(2, 3, 2, order=("y", "data", "x", "z"))
+ROWS = 6  # 2 and 3 divide it
+
+
+def data_of(rank: int, kind: str = "") -> Tensor:
+    generator = torch.Generator().manual_seed(rank + 100 * len(kind))
+    return torch.randn(ROWS, 4, generator=generator, dtype=torch.float64)
+
+
+def line(mesh: Mesh, axis: str) -> list[int]:
+    """The ranks that differ from this one on `axis` alone, in the order of the axis."""
+    return [mesh.cuboid.rank({**mesh.coordinates, axis: i}) for i in range(mesh.cuboid.sizes[axis])]
+
+
+def by_hand(kind: Kind, mesh: Mesh, axis: str) -> Tensor:
+    all_x, index = [data_of(rank) for rank in line(mesh, axis)], mesh.coordinates[axis]
+    parts = [x.chunk(len(all_x))[index] for x in all_x]
+    total = torch.stack(all_x).sum(0)
+    return {
+        "all_gather": torch.cat(all_x),
+        "reduce_scatter": total.chunk(len(all_x))[index],
+        "all_to_all": torch.cat(parts),
+        "all_reduce": total,
+        "copy": all_x[index],
+    }[kind]
+
+
+def on_mesh(world: World, function: Callable[..., Any], cuboid: Cuboid, *args: Any) -> Any:
+    mesh = Mesh(cuboid, world.rank)
+    try:
+        return function(mesh, *args)
+    finally:
+        mesh.close()
+
+
+def error_of(mesh: Mesh, kind: Kind) -> float:
+    errors = [
+        COLLECTIVES[kind](data_of(mesh.rank), getattr(mesh, axis)).wait() - by_hand(kind, mesh, axis)
+        for axis in ("x", "y", "z")
+    ]
+    return max(float(error.abs().max()) for error in errors)
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_result(kind: Kind, pool: Callable[[int], Pool]) -> None:
+    assert max(pool(12).run(on_mesh, error_of, MIXED, kind)) < 1e-15
+
+
+def inner_products(mesh: Mesh, kind: Kind) -> list[tuple[float, float]]:
+    """⟨A x, y⟩ and ⟨x, Aᵀ y⟩ over each axis. A value that is the same on every rank of the axis counts once."""
+    found = []
+    for axis in (mesh.x, mesh.y, mesh.z):
+        x = data_of(line(mesh, axis.name)[0] if kind == "copy" else mesh.rank).requires_grad_()
+        Ax = run(collective(kind, x, axis))
+        y = data_of(line(mesh, axis.name)[0] if kind == "all_reduce" else mesh.rank, kind).repeat(axis.size, 1)
+        y = y[: len(Ax)]
+        Ax.backward(y)
+        assert x.grad is not None
+        left = (Ax.detach() * y).sum() / (axis.size if kind == "all_reduce" else 1)
+        right = (x.detach() * x.grad).sum() / (axis.size if kind == "copy" else 1)
+        total = all_reduce(torch.stack((left, right)), mesh.world).wait()
+        found.append((total[0].item(), total[1].item()))
+    return found
+
+
+@pytest.mark.parametrize("kind", TRANSPOSE)
+def test_backward_is_the_transpose(kind: Kind, pool: Callable[[int], Pool]) -> None:
+    for left, right in pool(12).run(on_mesh, inner_products, MIXED, kind)[0]:
+        assert left == pytest.approx(right, rel=1e-12)
+
+
+def sum_of_small(mesh: Mesh) -> tuple[float, float]:
+    """256 + 1 + 1 in bf16, where 256 + 1 is 256; and 256 + 1 asked for in fp32."""
+    y, x = mesh.y, mesh.x
+    of_three = torch.full((3,), 256.0 if y.index == 0 else 1.0, dtype=torch.bfloat16)
+    of_two = torch.full((2,), 256.0 if x.index == 0 else 1.0, dtype=torch.bfloat16)
+    three, two = reduce_scatter(of_three, y), reduce_scatter(of_two, x, dtype=torch.float32)
+    return three.wait().item(), two.wait().item()
+
+
+def test_low_precision_is_summed_in_fp32(pool: Callable[[int], Pool]) -> None:
+    assert set(pool(12).run(on_mesh, sum_of_small, MIXED)) == {(258.0, 257.0)}
+
+
+def traffic(mesh: Mesh) -> tuple[dict[str, Any], str]:
+    fp32, bf16 = torch.ones(6, 5), torch.ones(6, 5, dtype=torch.bfloat16)
+    flights = [
+        all_gather(fp32, mesh.y),
+        all_gather(bf16, mesh.y),
+        reduce_scatter(fp32, mesh.y),
+        all_to_all(fp32, mesh.x),
+        all_reduce(fp32, mesh.z),
+    ]
+    for flight in flights:
+        flight.wait()
+    return mesh.ledger.counts(), json.dumps(mesh.ledger.export())
+
+
+def test_ledger_counts_calls_and_bytes_sent(pool: Callable[[int], Pool]) -> None:
+    size = 6 * 5 * 4
+    for counts, exported in pool(12).run(on_mesh, traffic, MIXED):
+        assert counts == {
+            "x": {"all_to_all": (1, size // 2)},
+            "y": {"all_gather": (2, 2 * size + 2 * size // 2), "reduce_scatter": (1, size * 2 // 3)},
+            "z": {"all_reduce": (1, 2 * size // 2)},
+        }
+        entry = json.loads(exported)["y"]["all_gather"]
+        assert entry["calls"] == 2
+        assert entry["in_flight"] > 0
+        assert entry["exposed"] > 0
+
+
+def test_ledger_forgets(pool: Callable[[int], Pool]) -> None:
+    assert pool(1).run(on_mesh, forgotten, Cuboid()) == [{}]
+
+
+def forgotten(mesh: Mesh) -> dict[str, Any]:
+    mesh.ledger.launched("x", "all_gather", 3)
+    mesh.ledger.reset()
+    return mesh.ledger.export()
+
+
+def out_of_order(mesh: Mesh) -> float:
+    """Launch everything, then wait in an order of this rank's own."""
+    x = data_of(mesh.rank)
+    calls: list[tuple[Kind, Axis]] = [(kind, axis) for axis in (mesh.x, mesh.y, mesh.z) for kind in COLLECTIVES]
+    flights = [COLLECTIVES[kind](x, axis) for kind, axis in calls]
+    error = 0.0
+    for i in torch.randperm(len(calls), generator=torch.Generator().manual_seed(mesh.rank)).tolist():
+        kind, axis = calls[i]
+        error = max(error, float((flights[i].wait() - by_hand(kind, mesh, axis.name)).abs().max()))
+    return error
+
+
+def test_flights_land_in_any_order(pool: Callable[[int], Pool]) -> None:
+    assert max(pool(12).run(on_mesh, out_of_order, MIXED)) < 1e-15
+
+
+def over_one(mesh: Mesh) -> tuple[bool, dict[str, Any]]:
+    x = data_of(mesh.rank)
+    same = all(launch(x, mesh.z).wait() is x for launch in COLLECTIVES.values())
+    return same and all(run(collective(kind, x, mesh.data)) is x for kind in COLLECTIVES), mesh.ledger.counts()
+
+
+def test_over_an_axis_of_one_nothing_is_launched_or_copied(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(on_mesh, over_one, Cuboid(1, 2, 1)) == [(True, {})] * 2
+
+
+def ragged(mesh: Mesh) -> bool:
+    mine = torch.full((mesh.rank, 2), float(mesh.rank))
+    return all(
+        torch.equal(piece, torch.full((rank, 2), float(rank)))
+        for rank, piece in enumerate(gather_pieces(mine, mesh.world))
+    )
+
+
+def test_pieces_of_any_shape(pool: Callable[[int], Pool]) -> None:
+    assert all(pool(4).run(on_mesh, ragged, Cuboid(2, 2, 1)))

@@ -1,0 +1,116 @@
+"""Imports go one way, and one file calls collectives."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import cuboid
+
+#: The core, lowest first: a module imports nothing but modules above it in this list.
+CORE = (
+    "ledger",
+    "mesh",
+    "launch",
+    "config",
+    "layout",
+    "randomness",
+    "loss",
+    "activation",
+    "attention",
+    "comm",
+    "weights",
+    "product",
+    "norm",
+    "embedding",
+    "head",
+    "parallel",
+    "parallel.serial",
+    "parallel.cuboid",
+    "nn",
+    "model",
+)
+MOVES = ("all_", "reduce", "broadcast", "scatter", "gather", "send", "recv", "isend", "irecv", "batch_isend")
+COLLECTIVES = {name for name in dir(dist) if name.startswith(MOVES)}  # a barrier moves nothing
+
+
+def sources() -> dict[str, ast.Module]:
+    """Every module of the package by its name without the package's; the package's own is empty."""
+    root = Path(cuboid.__file__).parent
+    found = {}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text())
+    return found
+
+
+SOURCES = sources()
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """The modules of the package that a module imports, wherever in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, "imports are absolute"
+            within = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {name for name in within if name.removeprefix("cuboid.") in SOURCES}
+            found |= modules if modules == within else modules | {node.module}
+    ours = {name for name in found if name == "cuboid" or name.startswith("cuboid.")}
+    return {name.removeprefix("cuboid").removeprefix(".") for name in ours}
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_the_core_imports_what_is_below(module: str) -> None:
+    assert imports(SOURCES[module]) <= set(CORE[: CORE.index(module)])
+
+
+def test_no_imports_in_circles() -> None:
+    TopologicalSorter({name: imports(tree) for name, tree in SOURCES.items()}).prepare()
+
+
+def test_nothing_imports_the_command_line() -> None:
+    users = {name for name, tree in SOURCES.items() if any(i.split(".")[0] == "cli" for i in imports(tree))}
+    assert {name for name in users if name.split(".")[0] != "cli"} == {"__main__"}
+
+
+def calls(tree: ast.Module) -> set[str]:
+    """The collectives of torch.distributed that a module calls or imports."""
+    found, names = set(), {"torch.distributed"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname for alias in node.names if alias.name == "torch.distributed" and alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            names |= {alias.asname or alias.name for alias in node.names if alias.name == "distributed"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+            found |= {alias.name for alias in node.names} & COLLECTIVES
+        elif isinstance(node, ast.Attribute) and node.attr in COLLECTIVES and ast.unparse(node.value) in names:
+            found.add(node.attr)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            source = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+            found |= source & {"torch.distributed.nn", "torch.distributed._functional_collectives"}
+    return found
+
+
+def test_one_file_calls_collectives() -> None:
+    assert {name for name, tree in SOURCES.items() if calls(tree)} == {"comm"}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch.distributed as d\nd.all_reduce(x)", {"all_reduce"}),
+        ("import torch\ntorch.distributed.send(x, 1)", {"send"}),
+        ("from torch import distributed\nf(distributed.gather)", {"gather"}),
+        ("from torch.distributed import broadcast as b", {"broadcast"}),
+        ("import torch.distributed as d\nd.new_group()", set()),
+    ],
+)
+def test_a_call_is_found(source: str, found: set[str]) -> None:
+    assert calls(ast.parse(source)) == found

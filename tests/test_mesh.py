@@ -1,0 +1,89 @@
+"""Ranks and coordinates, every cuboid of a count, and the groups a rank is in."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuboid.launch import Pool, World
+from cuboid.mesh import AXES, Cuboid, Mesh, factorisations
+
+sizes = st.integers(1, 5)
+cuboids = st.builds(Cuboid, sizes, sizes, sizes, sizes, st.permutations(AXES).map(tuple))
+
+
+@given(cuboids)
+def test_rank_and_coordinates_are_inverse(cuboid: Cuboid) -> None:
+    found = [cuboid.coordinates(rank) for rank in range(cuboid.ranks)]
+    assert [cuboid.rank(coordinates) for coordinates in found] == list(range(cuboid.ranks))
+    assert all(0 <= coordinates[axis] < cuboid.sizes[axis] for coordinates in found for axis in AXES)
+
+
+@given(cuboids, st.permutations(AXES).map(tuple))
+def test_array_has_every_rank_at_its_coordinates(cuboid: Cuboid, axes: tuple[str, ...]) -> None:
+    array = cuboid.array(axes)
+    assert array.numel() == cuboid.ranks
+    for rank in range(cuboid.ranks):
+        coordinates = cuboid.coordinates(rank)
+        assert array[tuple(coordinates[axis] for axis in axes)] == rank
+
+
+def test_the_last_axis_of_the_order_has_neighbouring_ranks() -> None:
+    cuboid = Cuboid(2, 3, 2, 2, order=("z", "y", "data", "x"))
+    assert cuboid.coordinates(1) == {"data": 0, "x": 1, "y": 0, "z": 0}
+    assert cuboid.coordinates(2) == {"data": 1, "x": 0, "y": 0, "z": 0}
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 3), (4, 6), (6, 9), (8, 10), (12, 18), (64, 28)])
+def test_factorisations(ranks: int, count: int) -> None:
+    found = list(factorisations(ranks))
+    assert len(set(found)) == len(found) == count
+    assert all(cuboid.ranks == ranks for cuboid in found)
+
+
+def test_counts() -> None:
+    cuboid = Cuboid(2, 3, 4, data=5)
+    assert (cuboid.block, cuboid.ranks) == (24, 120)
+    assert str(cuboid) == "(2,3,4) × data=5"
+    assert str(Cuboid(2, 3, 4)) == "(2,3,4)"
+
+
+@pytest.mark.parametrize("text", ["2,3,4", " 2, 3 ,4", "2x3x4", "2×3×4"])
+def test_parse(text: str) -> None:
+    assert Cuboid.parse(text) == Cuboid(2, 3, 4)
+
+
+def test_parse_data_and_order() -> None:
+    assert Cuboid.parse("2,1,1", 3, "z, y, x, data") == Cuboid(2, 1, 1, 3, ("z", "y", "x", "data"))
+
+
+def groups(world: World, cuboid: Cuboid) -> dict[str, tuple[int, int, list[int]]]:
+    mesh = Mesh(cuboid, world.rank)
+    axes = {name: getattr(mesh, name) for name in AXES} | {"part": mesh.part_of_x(2)}
+    found = {
+        name: (axis.size, axis.index, dist.get_process_group_ranks(axis.group) if axis.group else [world.rank])
+        for name, axis in axes.items()
+    }
+    mesh.close()
+    return found
+
+
+def test_groups_are_the_lines_of_the_cuboid(pool: Callable[[int], Pool]) -> None:
+    cuboid = Cuboid(4, 1, 3, order=("z", "x", "y", "data"))
+    for rank, found in enumerate(pool(12).run(groups, cuboid)):
+        mine = cuboid.coordinates(rank)
+        for axis in AXES:
+            line = [cuboid.rank({**mine, axis: i}) for i in range(cuboid.sizes[axis])]
+            assert found[axis] == (cuboid.sizes[axis], mine[axis], line)
+        first = mine["x"] // 2 * 2
+        neighbours = [cuboid.rank({**mine, "x": i}) for i in (first, first + 1)]
+        assert found["part"] == (2, mine["x"] % 2, neighbours)
+
+
+def test_a_mesh_alone_needs_no_ranks() -> None:
+    mesh = Mesh(Cuboid(), alone=True)
+    assert mesh.device == torch.device("cpu")
+    assert all(getattr(mesh, axis).group is None for axis in AXES)

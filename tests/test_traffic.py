@@ -1,0 +1,101 @@
+"""The ledger against the kernel's own counters.
+
+The ranks live in a network namespace of their own, so that its loopback carries nothing but their traffic; all that
+they send passes its counter once.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cuboid.comm import COLLECTIVES, Kind
+from cuboid.config import ModelConfig
+from cuboid.launch import Pool, World
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.model import Transformer
+from cuboid.parallel.cuboid import CuboidParallel
+
+CLONE_NEWNET = 0x40000000
+CUBE = Cuboid(2, 2, 2)
+MODEL = ModelConfig("gpt2", layers=2, hidden=512, heads=8, vocab=4096, context=256)
+KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="making a network namespace needs root"),
+    pytest.mark.skipif(shutil.which("ip") is None, reason="needs iproute2"),
+]
+
+
+def sent() -> int:
+    """Bytes the loopback of this namespace has carried."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    fields = next(line.split(":")[1] for line in lines if line.strip().startswith("lo:"))
+    return int(fields.split()[8])
+
+
+def counted(world: World, mesh: Mesh, act: Callable[[], Any]) -> tuple[int, int]:
+    """What the ledger of this rank and the counter of all say `act` has sent."""
+    act()  # connections are made at their first use
+    mesh.ledger.reset()
+    dist.barrier()
+    before = sent()
+    dist.barrier()
+    act()
+    dist.barrier()
+    return sum(mesh.ledger.bytes().values()), sent() - before
+
+
+def collectives(world: World) -> dict[str, tuple[int, int]]:
+    """Of 4 MB, over an axis and over all ranks."""
+    mesh, x = Mesh(CUBE, world.rank), torch.ones(1 << 20)
+    return {
+        f"{kind} over {axis.name}": counted(world, mesh, lambda: COLLECTIVES[kind](x, axis).wait())  # noqa: B023
+        for kind in KINDS
+        for axis in (mesh.y, mesh.world)
+    }
+
+
+def training_step(world: World) -> dict[str, tuple[int, int]]:
+    mesh = Mesh(CUBE, world.rank)
+    parallel = CuboidParallel(MODEL, mesh)
+    model, place = Transformer(parallel), parallel.place(4, 256)
+    tokens = place.take(torch.zeros(4, 256, dtype=torch.int64), 0)
+    return {"a training step": counted(world, mesh, lambda: model(tokens, tokens, place).backward())}
+
+
+def in_namespace(answer: connection.Connection, work: Callable[[World], Any]) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNET):
+        answer.send(os.strerror(ctypes.get_errno()))
+        return
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    with Pool(CUBE.ranks) as pool:
+        answer.send(pool.run(work))
+
+
+@pytest.mark.parametrize("work", [collectives, training_step])
+def test_ledger_is_what_the_kernel_counts(work: Callable[[World], dict[str, tuple[int, int]]]) -> None:
+    ours, theirs = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=in_namespace, args=(theirs, work))
+    process.start()
+    theirs.close()
+    found = ours.recv()
+    process.join()
+    if isinstance(found, str):
+        pytest.skip(f"a network namespace was refused: {found}")
+    for name, (_, carried) in found[0].items():
+        ledger = sum(rank[name][0] for rank in found)
+        assert ledger > MB * CUBE.ranks
+        assert carried == pytest.approx(ledger, rel=0.05), name
+
+
+MB = 1 << 20
