@@ -1,5 +1,7 @@
-"""What cannot work is refused with a ValueError that says what arrived, what the rule is and what to do; on ranks, by
-every one of them and before any collective."""
+"""What cannot work is refused with a ValueError that says what arrived, what the rule is and what to do.
+
+Ranks all refuse alike, and before any collective: none is left waiting for another.
+"""
 
 import time
 from collections.abc import Callable
@@ -16,32 +18,32 @@ from cuboid.parallel.cuboid import CuboidParallel, Policy
 GPT2 = ModelConfig("gpt2", hidden=24, heads=12, vocab=37, context=16)
 
 
-@pytest.mark.parametrize(
-    ("attempt", "words"),
-    [
-        (lambda: ModelConfig(vocab=0), ["vocab=0", "at least 1"]),
-        (lambda: ModelConfig(layers=2.0), ["layers=2.0", "whole number"]),  # type: ignore[arg-type]
-        (lambda: ModelConfig(ffn=-1), ["ffn=-1", "at least 0"]),
-        (lambda: ModelConfig("gpt3"), ["family='gpt3'", "gpt2, llama"]),
-        (lambda: ModelConfig(hidden=100, heads=8), ["hidden=100", "heads=8", "96 or 104", "head_dim"]),
-        (lambda: ModelConfig(heads=12, hidden=24, kv_heads=5), ["kv_heads=5", "heads=12", "[1, 2, 3, 4, 6, 12]"]),
-        (lambda: ModelConfig("llama", heads=8, hidden=24), ["head_dim=3", "odd", "even head_dim"]),
-        (lambda: ModelConfig(dropout=1.0), ["dropout=1.0", "below 1"]),
-        (lambda: GPT2.check(Cuboid(1, 4, 2), 8, 8), ["heads=12", "y·z=8", "8 or 16", "[6, 4, 3]"]),
-        (lambda: GPT2.replace(hidden=25, head_dim=2).check(Cuboid(1, 1, 2), 8, 8), ["hidden=25", "z=2", "24 or 26"]),
-        (lambda: GPT2.check(Cuboid(1, 1, 1, data=3), 8, 8), ["batch=8", "data=3", "6 or 9"]),
-        (lambda: GPT2.check(Cuboid(), 0, 8), ["batch=0", "at least 1"]),
-        (lambda: GPT2.check(Cuboid(), 1, 17), ["seq=17", "context=16", "raise context or shorten seq"]),
-        (lambda: Cuboid(2, 0, 1), ["y=0", "at least 1"]),
-        (lambda: Cuboid(2, 1, True), ["z=True", "whole number"]),
-        (lambda: Cuboid(order=("x", "y", "z", "z")), ["'x,y,z,z'", "data, x, y, z", "once"]),
-        (lambda: Policy(activations="keep"), ["activations='keep'", "regather, retain"]),  # type: ignore[arg-type]
-        (lambda: Policy(weights=""), ["weights=''", "regather, retain"]),  # type: ignore[arg-type]
-        (lambda: Loss(label_smoothing=1.0), ["label_smoothing=1.0", "at least 0 and below 1"]),
-        (lambda: Loss(z_loss=-0.1), ["z_loss=-0.1", "not be negative"]),
-        (lambda: Pool(0), ["ranks=0", "at least one"]),
-    ],
-)
+REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
+    (lambda: ModelConfig(vocab=0), ["vocab=0", "at least 1"]),
+    (lambda: ModelConfig(layers=2.0), ["layers=2.0", "whole number"]),  # type: ignore[arg-type]
+    (lambda: ModelConfig(ffn=-1), ["ffn=-1", "at least 0"]),
+    (lambda: ModelConfig("gpt3"), ["family='gpt3'", "gpt2, llama"]),
+    (lambda: ModelConfig(hidden=100, heads=8), ["hidden=100", "heads=8", "96 or 104", "head_dim"]),
+    (lambda: ModelConfig(heads=12, hidden=24, kv_heads=5), ["kv_heads=5", "heads=12", "[1, 2, 3, 4, 6, 12]"]),
+    (lambda: ModelConfig("llama", heads=8, hidden=24), ["head_dim=3", "odd", "even head_dim"]),
+    (lambda: ModelConfig(dropout=1.0), ["dropout=1.0", "below 1"]),
+    (lambda: GPT2.check(Cuboid(1, 4, 2), 8, 8), ["heads=12", "y·z=8", "8 or 16", "[6, 4, 3]"]),
+    (lambda: GPT2.replace(hidden=25, head_dim=2).check(Cuboid(1, 1, 2), 8, 8), ["hidden=25", "z=2", "24 or 26"]),
+    (lambda: GPT2.check(Cuboid(1, 1, 1, data=3), 8, 8), ["batch=8", "data=3", "6 or 9"]),
+    (lambda: GPT2.check(Cuboid(), 0, 8), ["batch=0", "at least 1"]),
+    (lambda: GPT2.check(Cuboid(), 1, 17), ["seq=17", "context=16", "raise context or shorten seq"]),
+    (lambda: Cuboid(2, 0, 1), ["y=0", "at least 1"]),
+    (lambda: Cuboid(2, 1, True), ["z=True", "whole number"]),
+    (lambda: Cuboid(order=("x", "y", "z", "z")), ["'x,y,z,z'", "data, x, y, z", "once"]),
+    (lambda: Policy(activations="keep"), ["activations='keep'", "regather, retain"]),  # type: ignore[arg-type]
+    (lambda: Policy(weights=""), ["weights=''", "regather, retain"]),  # type: ignore[arg-type]
+    (lambda: Loss(label_smoothing=1.0), ["label_smoothing=1.0", "at least 0 and below 1"]),
+    (lambda: Loss(z_loss=-0.1), ["z_loss=-0.1", "not be negative"]),
+    (lambda: Pool(0), ["ranks=0", "at least one"]),
+]
+
+
+@pytest.mark.parametrize(("attempt", "words"), REFUSED, ids=[words[0] for _, words in REFUSED])
 def test_refused(attempt: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as refusal:
         attempt()
@@ -66,7 +68,7 @@ def wrong_world(world: World, mesh: Mesh) -> None:
 
 
 def wrong_heads(world: World, mesh: Mesh) -> None:
-    CuboidParallel(GPT2.replace(heads=3), mesh)
+    CuboidParallel(GPT2.replace(heads=3, kv_heads=3), mesh)
 
 
 def wrong_batch(world: World, mesh: Mesh) -> None:
@@ -97,6 +99,7 @@ def refusal_of(world: World, attempt: Callable[[World, Mesh], None]) -> tuple[st
         (wrong_batch, "batch=3 cannot be cut into data=2; use batch 2 or 4"),
         (wrong_seq, "seq=17 is longer than context=16"),
     ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_every_rank_refuses_before_any_collective(
     attempt: Callable[[World, Mesh], None], text: str, pool: Callable[[int], Pool]

@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch import Tensor
 
 from cuboid import nn
@@ -47,7 +46,8 @@ def test_memory_is_the_shards() -> None:
         found = pool.run(peak_of_build)
     for peak, shards in found:
         assert shards == pytest.approx(4 * BIG.parameters / CUBE.ranks, rel=0.01)
-        assert peak < shards + 80 * MB
+        # beside the shards: one of them in fp64, and what is under way
+        assert peak < shards + 60 * MB
 
 
 @contextmanager
@@ -75,8 +75,3 @@ def drawn_in_build(world: World) -> tuple[int, int]:
 def test_no_rank_draws_more_than_its_shards(pool: Callable[[int], Pool]) -> None:
     for drawn, held in pool(CUBE.ranks).run(drawn_in_build):
         assert drawn == held
-
-
-def test_parameters_are_counted() -> None:
-    with torch.device("meta"):
-        pass

@@ -152,6 +152,15 @@ def test_plain_lines_without_a_terminal() -> None:
     assert lines[-1].endswith("ETA 0:00")
 
 
+def test_the_last_step_is_shown_before_what_follows_it() -> None:
+    out = io.StringIO()
+    with Progress(2, console=Console(file=out, width=80)) as progress:
+        progress.update(report(1))
+        progress.update(report(2))
+        progress.note("validation")
+    assert [line.split("  ")[0].strip() for line in out.getvalue().splitlines()] == ["step", "step", "validation"]
+
+
 def test_a_run_cut_short_shows_its_last_step() -> None:
     assert "step   4/12" in shown(range(1, 5), total=12)
 

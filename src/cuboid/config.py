@@ -109,8 +109,7 @@ class ModelConfig:
         yz = cuboid.y * cuboid.z
         if self.heads % yz:
             near = [h for h in (self.heads // yz * yz, (self.heads // yz + 1) * yz) if h]
-            fits = [(y, z) for y in range(1, self.heads + 1) for z in (yz // y,) if y * z and self.heads % (y * z) == 0]
-            smaller = sorted({y * z for y, z in fits if y * z < yz}, reverse=True)[:3] or [1]
+            smaller = [n for n in range(yz - 1, 0, -1) if self.heads % n == 0][:3]
             raise ValueError(
                 f"heads={self.heads} cannot be cut into y·z={yz}; use heads {' or '.join(map(str, near))}, "
                 f"or a cuboid with y·z one of {smaller}"

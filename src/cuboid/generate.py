@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from cuboid.comm import all_reduce
 from cuboid.config import ModelConfig
 from cuboid.model import Transformer
 from cuboid.parallel import Place
+from cuboid.randomness import key_of
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature} must not be negative; 0 takes the likeliest token")
+        if not (isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature} must be at least 0, which takes the likeliest token")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must not be negative; 0 is no limit")
         if not 0 < self.top_p <= 1:
@@ -35,18 +37,24 @@ class Sampling:
         logits = logits.double().cpu()
         if self.temperature == 0:
             return int(logits.argmax())
-        ordered, tokens = (logits / self.temperature).softmax(-1).sort(descending=True, stable=True)
+        sharpened = (logits - logits.max()) / self.temperature  # at most 0: no temperature is too small
+        ordered, tokens = sharpened.softmax(-1).sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
         allowed = before < self.top_p
         if self.top_k:
             allowed[self.top_k :] = False
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + position)
+        generator = torch.Generator().manual_seed(key_of(self.seed, f"token.{position}"))
         return int(tokens[torch.multinomial(ordered * allowed, 1, generator=generator)])
 
 
 @torch.no_grad()
-def generate(model: Transformer, prompt: Sequence[int], count: int, sampling: Sampling = Sampling()) -> Iterator[int]:
-    """Up to `count` tokens after the prompt; fewer where learned positions end. Every rank runs it alike."""
+def generate(
+    model: Transformer, prompt: Sequence[int], count: int, sampling: Sampling = Sampling(), vocab: int | None = None
+) -> Iterator[int]:
+    """Up to `count` tokens after the prompt; fewer where learned positions end. Every rank runs it alike.
+
+    `vocab` is the tokenizer's where the model has more rows than it: only tokens that mean something are drawn.
+    """
     config, parallel = model.config, model.parallel
     check_prompt(config, prompt)
     if not config.rotary:
@@ -57,7 +65,7 @@ def generate(model: Transformer, prompt: Sequence[int], count: int, sampling: Sa
         place = parallel.place(1, new.shape[1], start, decode=True)
         logits = last_logits(model, model.logits(place.take(new, 0), place, caches), place)
         start += new.shape[1]
-        token = sampling.draw(logits, start)
+        token = sampling.draw(logits[:vocab], start)
         yield token
         new = torch.tensor([[token]], device=parallel.mesh.device)
 
@@ -65,10 +73,9 @@ def generate(model: Transformer, prompt: Sequence[int], count: int, sampling: Sa
 def check_prompt(config: ModelConfig, prompt: Sequence[int]) -> None:
     if not prompt:
         raise ValueError("the prompt has no tokens; give at least one")
-    if max(prompt) >= config.vocab:
-        raise ValueError(
-            f"the prompt has token {max(prompt)} but the model knows {config.vocab}; use its own tokenizer"
-        )
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < config.vocab:
+            raise ValueError(f"the prompt has token {token} but the model knows {config.vocab}; use its own tokenizer")
     if not config.rotary and len(prompt) >= config.context:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens and the model's positions end at {config.context}; shorten it"

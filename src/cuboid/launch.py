@@ -7,12 +7,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, parent_process
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def _serve(rank: int, size: int, door: socket.socket, pipe: connection.Connectio
     store = dist.TCPStore(host, port, size, is_master=rank == 0, master_listen_fd=listen)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     world = join_world(store)
     with suppress(EOFError, KeyboardInterrupt):
         while True:
@@ -85,6 +87,14 @@ def _serve(rank: int, size: int, door: socket.socket, pipe: connection.Connectio
     with suppress(Exception):
         dist.destroy_process_group()
     os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """A rank must not train on alone when the process that started it is killed."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 class Pool:
@@ -117,7 +127,8 @@ class Pool:
         waiting, answers = dict(enumerate(self._pipes)), {}
         while waiting:
             ready = connection.wait([*waiting.values(), *(self._ranks[rank].sentinel for rank in waiting)])
-            for rank, pipe in list(waiting.items()):
+            # A rank that died comes first: it is the cause, and what others say of it the consequence.
+            for rank, pipe in sorted(waiting.items(), key=lambda item: self._ranks[item[0]].is_alive()):
                 if pipe in ready:
                     try:
                         ok, answer = pipe.recv()

@@ -1,11 +1,14 @@
 """Count what a step does on this rank: FLOPs, and the bytes autograd keeps between forward and backward."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 
@@ -25,6 +28,38 @@ class Saved:
     def bytes(self) -> int:
         held = (x.untyped_storage() for ref in self._saved if (x := ref()) is not None)
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+
+
+class Memory(TorchDispatchMode):
+    """The bytes of this rank's tensors, now and at most, from those given at the start on."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in tensors:
+            self._see(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor):
+                self._see(each)
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if not size or address in self._alive:
+            return
+
+        def gone(_: object) -> None:
+            self.now -= size
+            del self._alive[address]
+
+        self._alive[address] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
 
 
 @contextmanager

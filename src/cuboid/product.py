@@ -168,7 +168,7 @@ class _Finish(torch.autograd.Function):
 def stack(X: Tensor, blocks: int) -> Tensor:
     """[(blocks s) b k] -> [blocks, m, k]."""
     s, b, k = X.shape
-    return X.view(blocks, s // blocks * b, k)
+    return X.reshape(blocks, s // blocks * b, k)
 
 
 def unstack(X: Tensor, b: int) -> Tensor:

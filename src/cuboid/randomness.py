@@ -12,7 +12,7 @@ from torch import Tensor
 
 _GOLDEN, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64, as signed
 _TABLE_BITS = 16
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16  # values at a time: small enough for the cache, and a build needs little more than its shards
 
 
 def key_of(seed: int, name: str) -> int:

@@ -12,7 +12,7 @@ from cuboid.config import ModelConfig
 from cuboid.cost import Cost, step_cost
 from cuboid.launch import World
 from cuboid.loss import Loss
-from cuboid.measure import count_flops, saved_for_backward
+from cuboid.measure import Memory, count_flops, saved_for_backward
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Recompute, Transformer
 from cuboid.nn import declared
@@ -27,8 +27,16 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None, float]] = {
     "fp32": (torch.float32, None, 1e-4),
     "bf16": (torch.float32, torch.bfloat16, 1e-1),
 }
-#: What is compared between ranks. Replicas (`data`) share the work and the activations but not the parameters.
-QUANTITIES = ("bytes of matrices", "bytes of norms, biases", "FLOPs", "saved activations")
+#: What is compared between ranks. At rest: parameters, gradients, AdamW's two moments, saved activations. The peak has
+#: also what is alive for a moment: gathered operands, the head's chunk, what is in flight.
+QUANTITIES = (
+    "bytes of matrices",
+    "bytes of norms, biases",
+    "FLOPs",
+    "saved activations",
+    "all at rest",
+    "peak of a step",
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Balance:
     share: float
     mean: float
     largest: float
-    predicted: bool  # every rank's equals the formula's
+    predicted: bool | None  # every rank's equals the formula's; None: it has none
 
 
 @dataclass
@@ -78,7 +86,7 @@ class Report:
     @property
     def ok(self) -> bool:
         exact = all(error <= self.tolerance for error in self.errors.values())
-        return exact and self.traffic_predicted and all(b.predicted for b in self.balance.values())
+        return exact and self.traffic_predicted and all(b.predicted is not False for b in self.balance.values())
 
     def export(self) -> dict[str, Any]:
         return {"ok": self.ok, **asdict(self)}
@@ -94,6 +102,7 @@ class Measured:
     loss: Tensor
     flops: int
     saved: int
+    peak: int
     traffic: Mapping[str, dict[str, tuple[int, int]]]
     norm: Tensor
 
@@ -102,7 +111,8 @@ class Measured:
         """In the order of `QUANTITIES`."""
         matrices = sum(p.nbytes for p in self.model.parameters() if p.dim() > 1)
         vectors = sum(p.nbytes for p in self.model.parameters() if p.dim() == 1)
-        return [matrices, vectors, self.flops, self.saved]
+        parameters = matrices + vectors
+        return [matrices, vectors, self.flops, self.saved, 4 * parameters + self.saved, self.peak + 2 * parameters]
 
 
 def batch_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -135,22 +145,14 @@ def measure(case: Case, parallel: Parallel) -> Measured:
     with torch.no_grad():
         logits = model.logits(tokens, place)
     parallel.mesh.ledger.reset()
-    with count_flops() as flops:
+    with count_flops() as flops, Memory(model.parameters()) as memory:
         with saved_for_backward(model) as saved:
             loss = model(tokens, targets, place, case.loss, dropout=case.seed)
         saved_bytes = saved.bytes
         loss.backward()
     traffic = parallel.mesh.ledger.counts()
-    return Measured(
-        model,
-        place,
-        logits,
-        loss.detach(),
-        flops.get_total_flops(),
-        saved_bytes,
-        traffic,
-        model.gradient_norm(),
-    )
+    total, norm = flops.get_total_flops(), model.gradient_norm()
+    return Measured(model, place, logits, loss.detach(), total, saved_bytes, memory.peak, traffic, norm)
 
 
 def verify(world: World, case: Case) -> Report | None:
@@ -218,11 +220,21 @@ def check_traffic(report: Report, mesh: Mesh, mine: Measured, cost: Cost) -> Non
 def check_balance(report: Report, mesh: Mesh, mine: Measured, whole: Measured | None, costs: list[Cost]) -> None:
     local = torch.tensor(mine.quantities, dtype=torch.float64, device=mesh.device)
     per_rank = torch.stack(gather_pieces(local, mesh.world)).cpu()
-    predicted = torch.tensor([[c.matrices, c.vectors, c.flops, c.saved] for c in costs], dtype=torch.float64)
     if whole is None:
         return
-    for i, (name, serial) in enumerate(zip(QUANTITIES, whole.quantities, strict=True)):
+    predicted = torch.tensor([[c.matrices, c.vectors, c.flops, c.saved] for c in costs], dtype=torch.float64)
+    matrices, vectors, flops, saved, at_rest, peak = whole.quantities
+    block, data = mesh.cuboid.block, mesh.cuboid.data
+    kept = 4 * (matrices + vectors)  # each replica has all of it, and its part of the rest
+    shares = (
+        matrices / block,
+        vectors / block,
+        flops / block / data,
+        saved / block / data,
+        (kept + (at_rest - kept) / data) / block,
+        (kept + (peak - kept) / data) / block,
+    )
+    for i, (name, share) in enumerate(zip(QUANTITIES, shares, strict=True)):
         column = per_rank[:, i]
-        ranks = mesh.cuboid.block if "bytes of" in name else mesh.cuboid.ranks
-        agrees = bool((column == predicted[:, i]).all())
-        report.balance[name] = Balance(serial / ranks, float(column.mean()), float(column.max()), agrees)
+        agrees = bool((column == predicted[:, i]).all()) if i < predicted.shape[1] else None
+        report.balance[name] = Balance(share, float(column.mean()), float(column.max()), agrees)

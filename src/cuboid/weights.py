@@ -8,9 +8,11 @@ Three autograd nodes make a step's traffic of weights:
     (use)   the products of the layer, which gather again in backward unless the whole weights were retained
 
 `open` comes first in the step, so autograd plays its backward last: reduce-scatters are launched as soon as a layer's
-gradients exist and awaited once.
+gradients exist and awaited at the end, or when two further layers' are on their way, so that the buffers in flight do
+not grow with depth.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -22,6 +24,7 @@ from cuboid.layout import Spec, ceil_div
 from cuboid.mesh import Mesh
 
 Holder = Literal["forward", "backward"]
+MOST_IN_FLIGHT = 2  # layers whose gradients are being reduced at a time
 
 
 class Bucket:
@@ -34,10 +37,12 @@ class Bucket:
         mesh: Mesh,
         dtype: torch.dtype | None = None,
         retain: bool = False,
+        in_flight: "deque[Bucket] | None" = None,
     ) -> None:
         self.parameters = [parameter for parameter, _ in parameters]
         self.specs = [spec for _, spec in parameters]
         self.mesh, self.dtype, self.retain = mesh, dtype, retain
+        self._in_flight = deque() if in_flight is None else in_flight
         self._index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._whole: list[Tensor] | None = None
         self._flight: Flight | None = None
@@ -86,6 +91,8 @@ class Bucket:
         """Forget what an earlier step left: weights retained for a backward that never came are stale."""
         self._whole, self._flight = None, None
         self._holders.clear()
+        self._gradients.clear()
+        self._in_flight.clear()
 
     def _pack(self) -> Tensor:
         like = self.parameters[0]
@@ -119,6 +126,9 @@ class Bucket:
                 flat[:, self._starts[i] : self._starts[i + 1]] = self._parts(i, gradient)
         self._gradients.append([None if "x" in s.cut_by else g for s, g in zip(self.specs, gradients, strict=True)])
         self._gradients.append(reduce_scatter(flat.view(-1), x, dtype=like.dtype))
+        self._in_flight.append(self)
+        if len(self._in_flight) > MOST_IN_FLIGHT:
+            self._in_flight.popleft().land()
 
     def _parts(self, i: int, gradient: Tensor) -> Tensor:
         """The whole weight's gradient as a row for each rank of x, the short parts of an uneven cut filled up."""
@@ -139,6 +149,10 @@ class Bucket:
         mine: list[Tensor | None] = [None] * len(self.parameters)
         mine[self.index(parameter)] = gradient
         self._gradients.append(mine)
+
+    def land(self) -> None:
+        """Wait for what was launched: a shard is a small part of the buffers it travels in."""
+        self._gradients = [self.collect()]
 
     def collect(self) -> list[Tensor | None]:
         """The shards' gradients, all uses of the weights summed."""

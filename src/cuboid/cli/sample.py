@@ -47,7 +47,7 @@ def sample_on_rank(
     model = Transformer(CuboidParallel(checkpoint.model_config(path), mesh))
     checkpoint.load(path, model)
     ids, shown = list(prompt), ""
-    for token in generate(model, prompt, count, sampling):
+    for token in generate(model, prompt, count, sampling, tokenizer.vocab):
         ids.append(token)
         text = tokenizer.decode(ids)
         if world.rank == 0 and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character still to be completed

@@ -11,6 +11,7 @@ from rich.console import Console
 from cuboid.launch import launch
 from cuboid.train import checkpoint
 from cuboid.train.config import load
+from cuboid.train.keys import toml
 from cuboid.train.loop import Outcome
 from cuboid.train.loop import train as train_on_rank
 from cuboid.train.progress import duration
@@ -35,41 +36,44 @@ def train(
 
     Ctrl-C finishes the step and saves; a second one ends it at once.
     """
-    start = None
+    start = run = None
+    overrides = overrides or []
     if resume is not None:
         start = checkpoint.newest(resume)
-        config = config or start.parent.parent / "config.toml"
-    chosen = load(config, overrides or (), preset)
+        run = start.parent.parent
+        if config is None:  # the run's own, wherever its folder is by now
+            config, overrides = run / "config.toml", [f"logging.folder={toml(str(run))}", *overrides]
+    chosen = load(config, overrides, preset)
     chosen.check()
-    folder = Path(chosen.logging.folder).absolute() if chosen.logging.folder else None
-    if folder is None and start is not None and start.parent.name == "checkpoints":
-        folder = start.parent.parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks get it too, finish their step and save
-    outcome = launch(train_on_rank, chosen.cuboid_shape().ranks, [chosen, folder, start])[0]
+    folder = Path(chosen.logging.folder) if chosen.logging.folder else run
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks get it too, finish their step and save
+    try:
+        outcome = launch(train_on_rank, chosen.cuboid_shape().ranks, [chosen, folder, start])[0]
+    finally:
+        signal.signal(signal.SIGINT, before)
     if outcome is not None:
         show(outcome)
 
 
 def show(outcome: Outcome) -> None:
-    console, folder = Console(highlight=False, soft_wrap=True), Path(outcome.folder)
+    console, folder = Console(highlight=False, markup=False, soft_wrap=True), Path(outcome.folder)
     if not outcome.finished:
         again = shlex.join(["cuboid", "train", "--resume", outcome.folder])
         console.print(f"\nStopped after step {outcome.steps} of {outcome.of}; all is saved. Go on with:\n  {again}")
         return
     if outcome.sample:
         console.rule("a sample", align="left")
-        console.print(outcome.sample, markup=False)
+        console.print(outcome.sample)
         console.rule()
     console.print(
         f"{outcome.steps} steps in {duration(outcome.seconds)}. Validation loss {outcome.val_loss:.4f} nats a token; "
         f"knowing only how frequent each token is: {outcome.unigram:.4f}"
     )
-    newest = checkpoint.complete(folder / "checkpoints")[-1]
-    for what, path in {
-        "plot": folder / "plot.png",
-        "metrics": folder / "metrics.jsonl",
-        "checkpoint": newest,
-        "config": folder / "config.toml",
-    }.items():
-        console.print(f"  {what:<11}{path}", markup=False)
-    console.print(f"More text: {shlex.join(['cuboid', 'sample', outcome.folder, '--prompt', 'class '])}", markup=False)
+    for what, path in [
+        ("plot", folder / "plot.png"),
+        ("metrics", folder / "metrics.jsonl"),
+        *(("checkpoint", newest) for newest in checkpoint.complete(folder / "checkpoints")[-1:]),
+        ("config", folder / "config.toml"),
+    ]:
+        console.print(f"  {what:<11}{path}")
+    console.print(f"More text: {shlex.join(['cuboid', 'sample', outcome.folder, '--prompt', 'class '])}")

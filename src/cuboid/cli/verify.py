@@ -121,7 +121,7 @@ def show(console: Console, case: Case, report: Report) -> None:
         title_justify="left",
     )
     for name, b in report.balance.items():
-        agrees = "equal" if b.predicted else "[red]differs[/]"
+        agrees = {True: "equal", False: "[red]differs[/]", None: ""}[b.predicted]
         balance.add_row(
             name,
             f"{b.share:,.0f}",

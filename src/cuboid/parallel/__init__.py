@@ -36,8 +36,8 @@ class Place:
     """The tokens of a batch that a rank works on: `positions` of each of `samples`.
 
     `batch` and `seq` are the global sizes, `start` is the position of the first token. Positions from start + seq on
-    and samples from `batch` on are padding. `context` is the axis over which the sequence itself is cut, of size 1 where it
-    is not.
+    and samples from `batch` on are padding. `context` is the axis over which the sequence itself is cut, of size 1
+    where it is not.
     """
 
     batch: int

@@ -13,6 +13,7 @@ Axis x plays m. When it is longer than the batch it cuts the sequence too: gcd(b
 sequence, dealt from both ends so that causal attention is even, with keys and values gathered over them.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
@@ -66,6 +67,7 @@ class CuboidParallel:
         self, config: ModelConfig, mesh: Mesh, policy: Policy = Policy(), dtype: torch.dtype | None = None
     ) -> None:
         self.config, self.mesh, self.policy, self.dtype = config, mesh, policy, dtype
+        self._in_flight: deque[Bucket] = deque()
         config.check(mesh.cuboid, mesh.cuboid.data, 1)
 
     def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
@@ -97,7 +99,7 @@ class CuboidParallel:
     # Weights
 
     def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]]) -> Bucket:
-        return Bucket(parameters, self.mesh, self.dtype, retain=self.policy.weights == "retain")
+        return Bucket(parameters, self.mesh, self.dtype, self.policy.weights == "retain", self._in_flight)
 
     def open(self, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
         return open_buckets(buckets, self.mesh)

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,8 @@ class Writer:
             final = self.folder / f"step-{step:08d}"
             aside, rank = final.with_suffix(".aside"), self.model.parallel.mesh.rank
             if rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)
+                for left in self.folder.glob("step-*.aside"):  # by a run that was killed
+                    shutil.rmtree(left)
                 aside.mkdir(mode=0o700, parents=True)
             dist.barrier(self.group)
             dcp.save(copies, storage_writer=dcp.FileSystemWriter(aside, thread_count=1), process_group=self.group)
@@ -100,8 +101,9 @@ class Writer:
             manifest[name] = _checksum(aside / name)
         _write_json(aside / "manifest.json", manifest)
         _sync(aside)
-        if final.exists():  # the same step again, after a resume from before it
-            shutil.rmtree(final)
+        for given_up in complete(self.folder):  # a run resumed from before them takes these steps anew
+            if step_of(given_up) >= step_of(final):
+                shutil.rmtree(given_up)
         aside.rename(final)
         _sync(self.folder)
         if self.keep:
@@ -124,7 +126,8 @@ def step_of(path: Path) -> int:
 
 
 def newest(folder: Path) -> Path:
-    """`folder` itself if it is a checkpoint, else the newest in it or in its `checkpoints`."""
+    """`folder` itself if it is a checkpoint, else the newest in it or in its `checkpoints`; absolute."""
+    folder = folder.resolve()
     if (folder / "manifest.json").is_file():
         return folder
     found = complete(folder / "checkpoints") or complete(folder)
@@ -135,12 +138,23 @@ def newest(folder: Path) -> Path:
 
 def state_of(path: Path) -> dict[str, Any]:
     """What the checkpoint says of itself, before its tensors are read."""
-    try:
-        state = json.loads((path / "state.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path / 'state.json'} cannot be read ({error}); use another checkpoint") from None
-    assert isinstance(state, dict)
+    if not _fits(path / "state.json", manifest_of(path)):
+        raise damaged(path, ["state.json"])
+    state: dict[str, Any] = json.loads((path / "state.json").read_text())
     return state
+
+
+def manifest_of(path: Path) -> dict[str, list[int | str]]:
+    try:
+        manifest: dict[str, list[int | str]] = json.loads((path / "manifest.json").read_text())
+    except (OSError, ValueError):
+        raise damaged(path, ["manifest.json"]) from None
+    return manifest
+
+
+def damaged(path: Path, names: Sequence[str]) -> ValueError:
+    listed = ", ".join(names)
+    return ValueError(f"checkpoint {path} is damaged: {listed} missing or changed since it was written; use another")
 
 
 def model_config(path: Path) -> ModelConfig:
@@ -175,17 +189,18 @@ def load(path: Path, model: Transformer, optimizer: torch.optim.Optimizer | None
 
 def verify_files(path: Path, model: Transformer) -> None:
     """Hold every file against the manifest, each rank its share of them; all ranks raise if one does not fit."""
-    mesh = model.parallel.mesh
-    manifest = json.loads((path / "manifest.json").read_text())
-    names = sorted(manifest)[mesh.rank :: mesh.world.size]
-    bad = [name for name in names if not (path / name).is_file() or _checksum(path / name) != manifest[name]]
-    if bad:
-        print(f"{path / bad[0]} is damaged: it is missing or does not fit its checksum", flush=True)
-    wrong = all_reduce(torch.tensor(float(len(bad)), device=mesh.device), mesh.world).wait()
-    if float(wrong):
-        raise ValueError(
-            f"checkpoint {path} is damaged: {int(wrong)} of its files do not fit their checksums; use another"
-        )
+    mesh, manifest = model.parallel.mesh, manifest_of(path)
+    names = sorted(manifest)
+    wrong = torch.zeros(len(names), device=mesh.device)
+    for i in range(mesh.rank, len(names), mesh.world.size):
+        wrong[i] = not _fits(path / names[i], manifest)
+    found = all_reduce(wrong, mesh.world).wait().tolist()
+    if any(found):
+        raise damaged(path, [name for name, bad in zip(names, found, strict=True) if bad])
+
+
+def _fits(file: Path, manifest: Mapping[str, Any]) -> bool:
+    return file.is_file() and _checksum(file) == manifest.get(file.name)
 
 
 def _checksum(file: Path) -> list[int | str]:

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +20,9 @@ from cuboid.launch import World
 from cuboid.loss import Loss
 from cuboid.mesh import Mesh
 from cuboid.model import Transformer
+from cuboid.parallel import Index, Parallel, Place
 from cuboid.parallel.cuboid import CuboidParallel, Policy
+from cuboid.parallel.serial import Serial
 from cuboid.randomness import key_of
 from cuboid.train import checkpoint
 from cuboid.train.config import TrainConfig, resolved_toml
@@ -50,13 +52,18 @@ class Outcome:
         return self.steps >= self.of
 
 
-def build(config: TrainConfig, vocab: int, world: World) -> Transformer:
-    """The model of a configuration on its cuboid."""
-    mesh = Mesh(config.cuboid_shape(), world.rank, world.device)
-    memory = config.memory
-    policy = Policy(memory.activations, memory.weights, memory.head_elements)
-    parallel = CuboidParallel(config.model_config(vocab), mesh, policy, COMPUTE[config.precision.dtype])
-    return Transformer(parallel, config.seed, torch.float32, memory.checkpoint)
+def build(config: TrainConfig, vocab: int, world: World, serial: bool, dtype: torch.dtype) -> Transformer:
+    """The model of a configuration on its cuboid, or on this rank alone; weights at rest are of `dtype`."""
+    memory, compute = config.memory, COMPUTE[config.precision.dtype]
+    model = config.model_config(vocab)
+    parallel: Parallel
+    if serial:
+        parallel = Serial(model, compute, world.device)
+    else:
+        mesh = Mesh(config.cuboid_shape(), world.rank, world.device)
+        policy = Policy(memory.activations, memory.weights, memory.head_elements)
+        parallel = CuboidParallel(model, mesh, policy, compute)
+    return Transformer(parallel, config.seed, dtype, memory.checkpoint)
 
 
 def corpus_of(config: TrainConfig) -> data.Corpus:
@@ -70,9 +77,11 @@ def corpus_of(config: TrainConfig) -> data.Corpus:
 class Trainer:
     """Model, optimizer and place in the data of one rank; `step` takes one step."""
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
+    def __init__(
+        self, config: TrainConfig, world: World, serial: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.config, self.corpus = config, corpus_of(config)
-        self.model = build(config, self.corpus.vocab, world)
+        self.model = build(config, self.corpus.vocab, world, serial, dtype)
         self.corpus.check(self.model.config.vocab)
         self.optimizer = adamw(self.model, config.optimizer)
         self.loss = Loss(label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss)
@@ -91,8 +100,8 @@ class Trainer:
         start, parts, total = time.perf_counter(), config.data.micro_batches, 0.0
         for part in range(parts):
             tokens, targets = self.batches(self.done * parts + part)
-            dropout = key_of(config.seed, f"{self.done}.{part}") if self.model.config.dropout else None
-            loss = self.model(tokens, targets, self.place, self.loss, dropout)
+            dropout = key_of(config.seed, f"dropout.{self.done}") if self.model.config.dropout else None
+            loss = self.model(tokens, targets, self.place_of(part), self.loss, dropout)
             (loss * (self.scale.scale / parts)).backward()
             total = total + loss.detach() / parts
         lr = learning_rate(self.done, config.schedule, config.optimizer.lr)
@@ -112,6 +121,11 @@ class Trainer:
         )
         return report, applied.stop
 
+    def place_of(self, part: int) -> Place:
+        """Where a micro-batch lies in the step's batch: dropout goes by it, and parts drop what the whole would."""
+        s, b, d = self.place.residual
+        return replace(self.place, residual=Index(s, part * self.place.batch + b, d))
+
     @torch.no_grad()
     def validate(self) -> float:
         """The mean loss over the first batches of the held-out text."""
@@ -130,8 +144,11 @@ class Trainer:
         """A text that continues the configured prompt."""
         log, tokenizer = self.config.logging, self.corpus.tokenizer
         prompt = [int(token) for token in tokenizer.encode(log.sample_prompt)] or [0]
-        room = self.model.config.context - 1
-        tokens = list(generate(self.model, prompt[:room], log.sample_tokens, Sampling(seed=self.config.seed)))
+        prompt = prompt[: self.model.config.context - 1]
+        if not prompt:  # a context of one token has no room for a next
+            return ""
+        sampling = Sampling(seed=self.config.seed)
+        tokens = list(generate(self.model, prompt, log.sample_tokens, sampling, tokenizer.vocab))
         return tokenizer.decode(prompt + tokens)
 
     def state(self) -> dict[str, Any]:
@@ -140,10 +157,15 @@ class Trainer:
             "model": asdict(self.model.config),
             "updates": self.updates,
             "scale": asdict(self.scale),
-            "data": {"digest": self.corpus.digest, "samples": self.done * self.config.data.batch},
+            "data": {"digest": self.corpus.digest, **self.order(), "samples": self.done * self.config.data.batch},
             "cuboid": self.model.parallel.mesh.cuboid.sizes,
             "seed": self.config.seed,
         }
+
+    def order(self) -> dict[str, int]:
+        """What decides which samples a step sees, besides the text."""
+        d = self.config.data
+        return {"batch": d.batch, "seq": d.seq, "seed": d.seed}
 
     def resume(self, path: Path) -> None:
         state = checkpoint.check_model(path, asdict(self.model.config))
@@ -157,12 +179,12 @@ class Trainer:
 def check_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
     if state["data"]["digest"] != trainer.corpus.digest:
         raise ValueError(f"{path} was trained on other text; give the data it began with, or begin a new run")
-    expected = state["step"] * trainer.config.data.batch
-    if state["data"]["samples"] != expected:
-        raise ValueError(
-            f"{path} has seen {state['data']['samples']} samples in {state['step']} steps, but data.batch = "
-            f"{trainer.config.data.batch} makes that {expected}; keep the batch it began with"
-        )
+    for name, here in trainer.order().items():
+        if state["data"][name] != here:
+            raise ValueError(
+                f"{path} was trained with data.{name} = {state['data'][name]}; data.{name} = {here} would repeat or "
+                "skip samples; keep what it began with, or begin a new run"
+            )
 
 
 def peak_memory(device: torch.device) -> int:
@@ -231,7 +253,7 @@ def train(world: World, config: TrainConfig, folder: Path | None, resume: Path |
     began, log, total = time.perf_counter(), config.logging, config.schedule.steps
     value, last, report = float("nan"), 0, None
     console = Console(quiet=world.rank != 0)
-    console.print(introduction(trainer, folder), highlight=False, soft_wrap=True)
+    console.print(introduction(trainer, folder), highlight=False, markup=False, soft_wrap=True)
     with interruptible() as asked, Progress(total, trainer.done, console) as progress:
         stop = False
         while trainer.done < total and not stop:

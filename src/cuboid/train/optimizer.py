@@ -34,10 +34,11 @@ def adamw(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, schedule: ScheduleSection, highest: float) -> float:
-    """Of step 0, 1, …: a rise over the warm-up, then a fall to the last step's."""
+    """Of step 0, 1, …: a rise over the warm-up, whose last step has the highest, then a fall to the last step's."""
     if step < schedule.warmup:
         return highest * (step + 1) / schedule.warmup
-    done = (step - schedule.warmup) / max(1, schedule.steps - schedule.warmup)
+    top = max(schedule.warmup - 1, 0)
+    done = (step - top) / max(1, schedule.steps - 1 - top)
     fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + cos(pi * done)) / 2}[schedule.decay]
     return highest * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * fall)
 

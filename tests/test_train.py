@@ -1,0 +1,224 @@
+"""Training is the same whatever it runs on: loss curves, precision, accumulation, overflow, clipping, schedule."""
+
+from collections.abc import Callable
+from math import inf, isnan
+from pathlib import Path
+
+import pytest
+import torch
+from sharded import pieces
+from tiny import furthest, losses, on, ranks_of, tiny, write_text
+from torch import Tensor
+
+from cuboid.config import ModelConfig
+from cuboid.launch import Pool, World
+from cuboid.model import Transformer
+from cuboid.nn import declared
+from cuboid.parallel.serial import Serial
+from cuboid.train.config import OptimizerSection, ScheduleSection, TrainConfig
+from cuboid.train.loop import Trainer
+from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
+
+Pools = Callable[[int], Pool]
+STEPS = 12
+DROPOUT = "model.dropout=0.1"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def reference(text: Path, pool: Pools) -> list[float]:
+    """The curve in plain PyTorch on one device."""
+    curve: list[float] = pool(1).run(losses, tiny(text, *on("1,1,1"), DROPOUT), STEPS, True)[0]
+    assert curve[-1] < 0.75 * curve[0]  # it learns: two curves do not agree by standing still
+    return curve
+
+
+def curve_of(pool: Pools, config: TrainConfig, steps: int = STEPS) -> list[float]:
+    every = pool(ranks_of(config)).run(losses, config, steps)
+    assert all(curve == every[0] for curve in every)
+    curve: list[float] = every[0]
+    return curve
+
+
+@pytest.mark.parametrize("cuboid", ["1,1,1", "2,2,2", "4,2,1", "1,4,2", "8,1,1", "2,1,2,2"])
+def test_the_loss_curve_is_the_same_on_every_cuboid(
+    cuboid: str, text: Path, reference: list[float], pool: Pools
+) -> None:
+    assert furthest(curve_of(pool, tiny(text, *on(cuboid), DROPOUT)), reference) < 1e-3
+
+
+def test_bf16_stays_within_its_rounding(text: Path, reference: list[float], pool: Pools) -> None:
+    rounding = 2.0**-8
+    curve = curve_of(pool, tiny(text, *on("2,2,1"), DROPOUT, "precision.dtype=bf16"))
+    assert 0 < furthest(curve, reference) < 2 * rounding
+
+
+@pytest.mark.parametrize(
+    "change", ["data.micro_batches=2", "memory.checkpoint=full", "memory.checkpoint=selective"], ids=str
+)
+def test_what_saves_memory_changes_nothing(change: str, text: Path, reference: list[float], pool: Pools) -> None:
+    curve = curve_of(pool, tiny(text, *on("2,2,1"), DROPOUT, change), 4)
+    assert furthest(curve, reference[:4]) < 1e-4
+
+
+# fp16
+
+
+def steps_with_overflow(world: World, config: TrainConfig, at: int, rank: int) -> list[tuple[bool, bool, float]]:
+    """Of each of five steps: was it skipped, did it change nothing, the scale after it. One rank's gradient overflows at
+    step `at`."""
+    trainer, found = Trainer(config, world), []
+    parameter = next(trainer.model.parameters())
+    for step in range(5):
+        hook = (
+            parameter.register_hook(lambda gradient: gradient.fill_(inf)) if (step, world.rank) == (at, rank) else None
+        )
+        before = everything(trainer)
+        report, _ = trainer.step()
+        same = all(torch.equal(old, new) for old, new in zip(before, everything(trainer), strict=True))
+        found.append((report.skipped, same, trainer.scale.scale))
+        assert isnan(report.grad_norm) == report.skipped
+        if hook is not None:
+            hook.remove()
+    assert trainer.updates == 4
+    trainer.model.parallel.mesh.close()
+    return found
+
+
+def everything(trainer: Trainer) -> list[Tensor]:
+    """A copy of all parameters and of the optimizer's state."""
+    states = trainer.optimizer.state.values()
+    return [t.detach().clone() for t in (*trainer.model.parameters(), *(t for state in states for t in state.values()))]
+
+
+def test_an_overflow_on_one_rank_skips_that_step_on_all(text: Path, pool: Pools) -> None:
+    config = tiny(
+        text, *on("2,2,1"), "precision.dtype=fp16", "precision.loss_scale=1024", "precision.growth_interval=2"
+    )
+    expected = [
+        (False, False, 1024),
+        (True, True, 512),
+        (False, False, 512),
+        (False, False, 1024),  # two good steps: it grows again
+        (False, False, 1024),
+    ]
+    for found in pool(4).run(steps_with_overflow, config, 1, 2):
+        assert found == expected
+
+
+def scales(world: World, config: TrainConfig, steps: int) -> list[tuple[bool, float]]:
+    trainer = Trainer(config, world)
+    found = [(trainer.step()[0].skipped, trainer.scale.scale) for _ in range(steps)]
+    trainer.model.parallel.mesh.close()
+    return found
+
+
+def test_an_absurd_loss_scale_is_lowered_until_it_fits(text: Path, pool: Pools) -> None:
+    config = tiny(text, *on("2,1,1"), "precision.dtype=fp16", "precision.loss_scale=1e9")
+    first, second = pool(2).run(scales, config, 16)
+    assert first == second
+    skipped = [skip for skip, _ in first]
+    assert 0 < sum(skipped) < 16
+    assert skipped == sorted(skipped, reverse=True)  # first all that overflow, then none
+    assert first[-1][1] == 1e9 / 2 ** sum(skipped)
+
+
+def test_the_loss_scale_grows_and_stays_at_least_one() -> None:
+    scale = LossScale(2.0, interval=3)
+    for overflowed, expected in ((False, 2), (False, 2), (False, 4), (True, 2), (True, 1), (True, 1)):
+        scale.update(overflowed)
+        assert scale.scale == expected
+    fixed = LossScale()
+    fixed.update(True)
+    assert fixed.scale == 1
+
+
+# the optimizer
+
+
+class Keep:
+    """In the optimizer's place: what it would have been given."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.param_groups, self.gradients = model, [dict[str, float]()], list[Tensor]()
+
+    def step(self) -> None:
+        self.gradients = gradients_of(self.model)
+
+    def zero_grad(self) -> None:
+        pass
+
+
+def gradients_of(model: Transformer) -> list[Tensor]:
+    found = []
+    for _, parameter, _ in declared(model):
+        assert parameter.grad is not None
+        found.append(parameter.grad.clone())
+    return found
+
+
+def clipped(world: World, config: TrainConfig) -> list[float]:
+    """How far the norm and each clipped gradient are from torch's own, of the whole gradients."""
+    trainer = Trainer(config, world)
+    model, mesh = trainer.model, trainer.model.parallel.mesh
+    specs = [d.spec for _, _, d in declared(model)]
+    tokens, targets = trainer.batches(0)
+    model(tokens, targets, trainer.place).backward()
+    keep, before = Keep(model), pieces(gradients_of(model), specs, mesh)
+    applied = apply(model, keep, LossScale(), 0.01, 0.5, False)  # type: ignore[arg-type]
+    after = pieces(keep.gradients, specs, mesh)
+    cuboid = mesh.cuboid
+    mesh.close()
+    assert keep.param_groups == [{"lr": 0.5}]
+    whole = [torch.nn.Parameter(torch.empty(spec.shape)) for spec in specs]
+    for parameter, spec, parts in zip(whole, specs, before, strict=True):
+        parameter.grad = spec.join(parts, cuboid)
+    norm = torch.nn.utils.clip_grad_norm_(whole, 0.01)
+    assert norm > 0.1
+    errors = [abs(applied.norm / norm.item() - 1)]
+    for parameter, spec, parts in zip(whole, specs, after, strict=True):
+        assert parameter.grad is not None
+        errors.append((spec.join(parts, cuboid) - parameter.grad).abs().max().item() / 0.01)
+    return errors
+
+
+@pytest.mark.parametrize("cuboid", ["2,2,2", "2,1,1,2"])
+def test_clipping_uses_the_norm_of_the_whole_gradient(cuboid: str, text: Path, pool: Pools) -> None:
+    config = tiny(text, *on(cuboid))
+    for errors in pool(ranks_of(config)).run(clipped, config):
+        assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_norms_and_biases_do_not_decay(family: str) -> None:
+    model = Transformer(Serial(ModelConfig(family, layers=1, hidden=16, heads=2, vocab=8, context=4)))
+    optimizer = adamw(model, OptimizerSection(weight_decay=0.3))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        spared = "norm" in name or name.endswith(".bias")
+        assert decay.pop(id(parameter)) == (0.0 if spared else 0.3), name
+    assert not decay
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        ("cosine", [0.5, 1.0, 0.9141, 0.6891, 0.4109, 0.1859, 0.1]),
+        ("linear", [0.5, 1.0, 0.82, 0.64, 0.46, 0.28, 0.1]),
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_the_learning_rate_rises_then_falls(decay: str, expected: list[float]) -> None:
+    schedule = ScheduleSection(steps=7, warmup=2, decay=decay, min_lr_ratio=0.1)  # type: ignore[arg-type]
+    found = [learning_rate(step, schedule, 3.0) / 3.0 for step in range(7)]
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("steps", "warmup", "expected"), [(3, 0, [1.0, 0.5, 0.0]), (1, 0, [1.0]), (2, 2, [0.5, 1.0])])
+def test_a_short_schedule(steps: int, warmup: int, expected: list[float]) -> None:
+    schedule = ScheduleSection(steps=steps, warmup=warmup, decay="linear", min_lr_ratio=0)
+    assert [learning_rate(step, schedule, 1.0) for step in range(steps)] == pytest.approx(expected)

@@ -1,0 +1,68 @@
+"""A model small enough to train in a test, on a text made for it."""
+
+import random
+from pathlib import Path
+
+from cuboid.launch import World
+from cuboid.train.config import TrainConfig, load
+from cuboid.train.loop import Trainer
+
+SETTINGS = (
+    "model.layers=2",
+    "model.hidden=32",
+    "model.heads=8",
+    "model.ffn=48",
+    "data.seq=16",
+    "data.batch=8",
+    "data.val_fraction=0.1",
+    "optimizer.lr=0.01",
+    "schedule.steps=12",
+    "schedule.warmup=3",
+    "logging.eval_every=0",
+    "logging.sample_tokens=8",
+    "logging.tensorboard=false",
+)
+
+
+def write_text(folder: Path, seed: int = 0) -> Path:
+    """More than 12 steps of 8 samples of 16 tokens, so that no sample of a whole run is seen twice."""
+    dice = random.Random(seed)
+    words = ["".join(dice.choices("abcdefgh", k=dice.randint(1, 5))) for _ in range(20)]
+    path = folder / f"text {seed}.txt"
+    path.write_text(" ".join(dice.choices(words, k=900)))
+    return path
+
+
+def settings(text: Path, *more: str) -> list[str]:
+    """For `--set`."""
+    return [*SETTINGS, f"data.paths={text}", *more]
+
+
+def tiny(text: Path, *more: str) -> TrainConfig:
+    config = load(None, settings(text, *more))
+    config.check()
+    return config
+
+
+def on(cuboid: str) -> list[str]:
+    """ "2,2,1" or, with a data axis, "2,2,1,2", as settings."""
+    sizes = dict(zip(("x", "y", "z", "data"), (*cuboid.split(","), "1"), strict=False))
+    return [f"cuboid.{axis}={size}" for axis, size in sizes.items()]
+
+
+def ranks_of(config: TrainConfig) -> int:
+    return config.cuboid_shape().ranks
+
+
+def losses(world: World, config: TrainConfig, steps: int, serial: bool = False) -> list[float]:
+    """The loss at each step."""
+    trainer = Trainer(config, world, serial)
+    try:
+        return [trainer.step()[0].loss for _ in range(steps)]
+    finally:
+        trainer.model.parallel.mesh.close()
+
+
+def furthest(found: list[float], wanted: list[float]) -> float:
+    """The largest relative difference between two curves."""
+    return max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
