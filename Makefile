@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 
 .PHONY: demo test lint format clean
 demo: $(VENV)/.installed
-	$(BIN)/cuboid verify --cuboid 2,2,2
+	$(BIN)/cuboid train
 
 test: lint
 	$(BIN)/pytest

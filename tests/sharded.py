@@ -58,9 +58,9 @@ def compare(world: World, case: Case) -> dict[str, float]:
     ours = step(CuboidParallel(case.config, mesh, case.policy), case)
     specs = list(ours.specs.values())
     # all gathers first: should the joining below raise, no rank is left waiting
-    initial, gradients = pieces(ours.initial, specs, mesh), pieces(ours.gradients, specs, mesh)
-    logits = gather_pieces(ours.logits, mesh.world)
-    index = [Index(*parts) for parts in zip(*(gather_pieces(i, mesh.world) for i in ours.index), strict=True)]
+    parameters = pieces(ours.initial + ours.gradients, specs + specs, mesh)
+    initial, gradients = parameters[: len(specs)], parameters[len(specs) :]
+    logits, index = gather_pieces(ours.logits, mesh.world), gather_pieces(torch.cat(ours.index), mesh.world)
     mesh.close()
     if world.rank:
         return {}
@@ -127,10 +127,11 @@ def pieces(tensors: Sequence[Tensor], specs: Sequence[Spec], mesh: Mesh) -> list
     return found
 
 
-def join_logits(parts: Sequence[Tensor], index: Sequence[Index], case: Case) -> Tensor:
+def join_logits(parts: Sequence[Tensor], index: Sequence[Tensor], case: Case) -> Tensor:
     """The whole logits, [s, b, v]; positions from `seq` on are padding."""
     whole = torch.full((case.seq, case.batch, case.config.vocab), torch.nan, dtype=torch.float64)
-    for part, (s, b, v) in zip(parts, index, strict=True):
+    for part, each in zip(parts, index, strict=True):
+        s, b, v = each.split(part.shape)
         inside = s < case.seq
         whole[s[inside, None, None], b[:, None], v] = part[inside]
     return whole

@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +15,8 @@ from cuboid.launch import launch
 from cuboid.loss import Loss
 from cuboid.mesh import AXES, Cuboid, factorisations
 from cuboid.parallel.cuboid import Policy
+from cuboid.train.compare import curves, draw
+from cuboid.train.config import CuboidSection, LossSection, MemorySection, TrainConfig
 from cuboid.verify import DTYPES, Case, Report
 from cuboid.verify import verify as verify_on_rank
 
@@ -45,6 +49,10 @@ def verify(
     label_smoothing: Annotated[float, typer.Option()] = 0.0,
     z_loss: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
+    steps: Annotated[
+        int, typer.Option(help="Train both for this many steps instead and compare the losses.", min=0)
+    ] = 0,
+    plot: Annotated[Path, typer.Option(help="Where --steps draws the two curves.")] = Path("verify.png"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Run a model on a cuboid and serially; compare loss, logits, every gradient, bytes, FLOPs and memory.
@@ -62,6 +70,9 @@ def verify(
     loss = Loss(label_smoothing=label_smoothing, z_loss=z_loss)
     case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed)  # type: ignore[arg-type]
     console = Console(stderr=as_json)
+    if steps:
+        compare_curves(console, case, steps, plot, as_json)
+        return
     results = launch(verify_on_rank, shape.ranks, [case])
     report = results[0]
     if report is None:  # a rank other than 0 under torchrun
@@ -72,6 +83,49 @@ def verify(
         show(console, case, report)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def compare_curves(console: Console, case: Case, steps: int, plot: Path, as_json: bool) -> None:
+    """Train on Python's own library and draw both losses."""
+    config = training(case, steps)
+    config.check()
+    storage, _, _ = DTYPES[case.dtype]
+    tolerance = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}[case.dtype]
+    found = launch(curves, case.cuboid.ranks, [config, storage])[0]
+    if found is None:
+        return
+    draw(found, f"cuboid {case.cuboid}", plot)
+    ok = found.difference <= tolerance
+    if as_json:
+        print(json.dumps({"ok": ok, "difference": found.difference, "tolerance": tolerance, **vars(found)}, indent=2))
+    else:
+        console.print(
+            f"{steps} steps, {case.dtype}: loss {found.serial[0]:.4f} → {found.serial[-1]:.4f}", highlight=False
+        )
+        verdict = "[green]at most[/]" if ok else "[red]MISMATCH[/]: more than"
+        console.print(
+            f"At every step the cuboid's loss is serial's to {found.difference:.1e}; {verdict} {tolerance:g}."
+        )
+        console.print(f"Both curves: {plot.absolute()}", soft_wrap=True, highlight=False)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def training(case: Case, steps: int) -> TrainConfig:
+    """The case as a training run."""
+    c, k, default = case.config, case.cuboid, TrainConfig()
+    names = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied", "bias", "dropout")
+    return replace(
+        default,
+        seed=case.seed,
+        model=replace(default.model, **{name: getattr(c, name) for name in names}),
+        cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order),
+        data=replace(default.data, seq=case.seq, batch=case.batch),
+        schedule=replace(default.schedule, steps=steps, warmup=min(steps, default.schedule.warmup)),
+        precision=replace(default.precision, dtype="bf16" if case.dtype == "bf16" else "fp32"),
+        memory=MemorySection(case.policy.activations, case.policy.weights, case.recompute, case.policy.head_elements),
+        loss=LossSection(case.loss.label_smoothing, case.loss.z_loss),
+    )
 
 
 def most_even(ranks: int, data: int) -> Cuboid:

@@ -1,0 +1,45 @@
+"""Train on a cuboid and on one device side by side, and compare the loss at every step."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from cuboid.launch import World
+from cuboid.train.config import TrainConfig
+from cuboid.train.loop import Trainer
+from cuboid.train.plot import plot_curves
+from cuboid.train.progress import Progress
+
+
+@dataclass(frozen=True)
+class Curves:
+    serial: list[float]
+    cuboid: list[float]
+
+    @property
+    def difference(self) -> float:
+        """The largest over the steps, relative to serial's loss; infinite where either is not a number."""
+        apart = [abs(b - a) / abs(a) for a, b in zip(self.serial, self.cuboid, strict=True)]
+        return max(each if each == each else float("inf") for each in apart)
+
+
+def curves(world: World, config: TrainConfig, dtype: torch.dtype) -> Curves | None:
+    """On every rank of the cuboid; rank 0 also trains serially, and returns both losses of every step."""
+    ours = Trainer(config, world, dtype=dtype)
+    alone = Trainer(config, world, serial=True, dtype=dtype) if world.rank == 0 else None
+    serial, cuboid = [], []
+    with Progress(config.schedule.steps, console=Console(quiet=alone is None, stderr=True)) as progress:
+        for _ in range(config.schedule.steps):
+            report, _ = ours.step()
+            progress.update(report)
+            cuboid.append(report.loss)
+            if alone is not None:
+                serial.append(alone.step()[0].loss)
+    ours.model.parallel.mesh.close()
+    return Curves(serial, cuboid) if alone is not None else None
+
+
+def draw(found: Curves, name: str, path: Path) -> None:
+    plot_curves({"serial": found.serial, name: found.cuboid}, path, f"Loss on {name} and on one device")

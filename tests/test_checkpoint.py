@@ -1,0 +1,279 @@
+"""A checkpoint is whole or not there, and a run resumed from it is the run that was never stopped, on any cuboid."""
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import furthest, on, ranks_of, tiny, write_text
+from torch import Tensor
+
+from cuboid.launch import Pool, World
+from cuboid.train import checkpoint
+from cuboid.train.checkpoint import Writer, complete, newest, step_of
+from cuboid.train.config import TrainConfig
+from cuboid.train.loop import Trainer
+
+Pools = Callable[[int], Pool]
+DROPOUT = "model.dropout=0.1"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+class Run:
+    """A trainer that writes checkpoints and keeps account of what it sees."""
+
+    def __init__(
+        self, world: World, config: TrainConfig, folder: Path, resume: Path | None = None, keep: int = 0
+    ) -> None:
+        self.trainer, self.losses, self.samples = Trainer(config, world), list[float](), list[set[int]]()
+        self.writer = Writer(folder, self.trainer.model, keep, config.checkpoint.background)
+        if resume is not None:
+            self.trainer.resume(resume)
+        read = self.trainer.batches.samples.read
+
+        def noted(numbers: Tensor, positions: Tensor) -> Any:
+            self.samples.append(set(self.trainer.batches.samples.windows(numbers).tolist()))
+            return read(numbers, positions)
+
+        self.trainer.batches.samples.read = noted  # type: ignore[method-assign]
+
+    def until(self, step: int) -> "Run":
+        while self.trainer.done < step:
+            self.losses.append(self.trainer.step()[0].loss)
+        return self
+
+    def save(self, wait: bool = True) -> "Run":
+        self.writer.save(self.trainer.done, self.trainer.optimizer, self.trainer.state())
+        if wait:
+            self.writer.wait()
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of this rank's."""
+        found = checkpoint.tensors(self.trainer.model, self.trainer.optimizer, copy=True)
+        steps = {str(i): state["step"].clone() for i, state in enumerate(self.trainer.optimizer.state.values())}
+        return {name: tensor.to_local() for name, tensor in found.items()} | steps
+
+    def close(self) -> None:
+        self.trainer.model.parallel.mesh.close()
+        dist.destroy_process_group(self.writer.group)
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# Resuming
+
+
+def stopped_and_straight(world: World, config: TrainConfig, folder: Path) -> bool:
+    straight = Run(world, config, folder).until(3).save(wait=False).until(6)
+    straight.writer.wait()
+    again = Run(world, config, folder, folder / "step-00000003").until(6)
+    found = same(straight.tensors(), again.tensors()) and straight.losses[3:] == again.losses
+    assert straight.trainer.state() == again.trainer.state()
+    straight.close()
+    again.close()
+    return found
+
+
+@pytest.mark.parametrize("cuboid", ["2,2,2", "1,2,1,2"])
+def test_a_run_resumed_on_its_cuboid_is_the_same_to_the_bit(
+    cuboid: str, text: Path, tmp_path: Path, pool: Pools
+) -> None:
+    config = tiny(text, *on(cuboid), DROPOUT)
+    assert all(pool(ranks_of(config)).run(stopped_and_straight, config, tmp_path))
+
+
+def stretch(
+    world: World, config: TrainConfig, folder: Path, resume: Path | None, until: int
+) -> tuple[list[float], list[set[int]]]:
+    run = Run(world, config, folder, resume).until(until).save()
+    run.close()
+    return run.losses, run.samples
+
+
+def test_a_run_goes_from_cuboid_to_cuboid(text: Path, tmp_path: Path, pool: Pools) -> None:
+    cuboids = ["2,2,2", "1,4,2", "4,1,1", "1,1,1"]
+    config = tiny(text, *on("1,1,1"), DROPOUT)
+    (straight, seen), *_ = pool(1).run(stretch, config, tmp_path / "straight", None, 12)
+    losses, samples, resume = list[float](), list[set[int]](), None
+    for i, cuboid in enumerate(cuboids):
+        config = tiny(text, *on(cuboid), DROPOUT)
+        every = pool(ranks_of(config)).run(stretch, config, tmp_path / "moved", resume, 3 * (i + 1))
+        losses += every[0][0]
+        samples += [set[int]().union(*of_ranks) for of_ranks in zip(*(of_rank for _, of_rank in every), strict=True)]
+        resume = newest(tmp_path / "moved")
+    assert furthest(losses, straight) < 1e-5
+    assert samples == seen
+    assert len(set[int]().union(*samples)) == 12 * 8  # none twice, and each step has its eight
+
+
+def resumed(world: World, config: TrainConfig, path: Path) -> str:
+    """What a rank says to resuming from `path`."""
+    trainer = Trainer(config, world)
+    try:
+        trainer.resume(path)
+    except ValueError as error:
+        return str(error)
+    finally:
+        trainer.model.parallel.mesh.close()
+    return "resumed"
+
+
+@pytest.fixture(scope="module")
+def saved(text: Path, tmp_path_factory: pytest.TempPathFactory, pool: Pools) -> Path:
+    """A checkpoint of step 2, written on (2,1,1)."""
+    folder = tmp_path_factory.mktemp("saved")
+    pool(2).run(stretch, tiny(text, *on("2,1,1")), folder, None, 2)
+    return newest(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("model.hidden=64", ["checkpoint of another model", "model.hidden=32 (here 64)"]),
+        ("model.family=llama", ["model.family='gpt2' (here 'llama')", "model.tied=True (here False)"]),
+        ("data.batch=16", ["data.batch = 8", "data.batch = 16 would repeat or skip samples"]),
+        ("data.seed=1", ["data.seed = 0", "data.seed = 1 would repeat or skip samples"]),
+        ("data.val_fraction=0.2", ["other text"]),
+        ("model.dropout=0.5", ["resumed"]),
+        ("data.micro_batches=2", ["resumed"]),
+        ("precision.dtype=bf16", ["resumed"]),
+    ],
+)
+def test_what_a_run_can_be_resumed_as(change: str, said: list[str], saved: Path, text: Path, pool: Pools) -> None:
+    first, second = pool(2).run(resumed, tiny(text, *on("2,1,1"), change), saved)
+    assert first == second
+    for words in said:
+        assert words in first
+
+
+def test_other_text_is_refused(saved: Path, tmp_path: Path, pool: Pools) -> None:
+    config = tiny(write_text(tmp_path, seed=1), *on("1,1,1"))
+    assert "other text" in pool(1).run(resumed, config, saved)[0]
+
+
+# Files
+
+
+@pytest.mark.parametrize("pattern", ["__0_*.distcp", "__1_*.distcp", ".metadata", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_damaged_checkpoint_is_refused(
+    pattern: str, damage: str, saved: Path, text: Path, tmp_path: Path, pool: Pools
+) -> None:
+    path = tmp_path / "step-00000002"
+    shutil.copytree(saved, path)
+    (file,) = path.glob(pattern)
+    if damage == "missing":
+        file.unlink()
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    first, second = pool(2).run(resumed, tiny(text, *on("1,2,1")), path)
+    assert first == second
+    assert f"checkpoint {path} is damaged" in first
+    assert (file.name in first) == (pattern != "manifest.json" or damage == "missing")
+
+
+def kept(world: World, config: TrainConfig, folder: Path, keep: int) -> list[list[int]]:
+    """The steps on disk: after five saves, and once more after the run is taken up again from step 3."""
+    run = Run(world, config, folder, keep=keep)
+    (folder / "step-00000099.aside").mkdir(parents=True)  # left by a run that was killed
+    for step in range(1, 6):
+        run.until(step).save()
+    found = [[step_of(path) for path in complete(folder)]]
+    again = Run(world, config, folder, folder / "step-00000003", keep=keep).until(4).save()
+    found.append([step_of(path) for path in complete(folder)])
+    run.close()
+    again.close()
+    return found
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(0, [[1, 2, 3, 4, 5], [1, 2, 3, 4]]), (3, [[3, 4, 5], [3, 4]])])
+def test_old_checkpoints_go_and_those_of_a_future_given_up(
+    keep: int, expected: list[list[int]], text: Path, tmp_path: Path, pool: Pools
+) -> None:
+    folder = tmp_path / "checkpoints"
+    assert pool(1).run(kept, tiny(text, *on("1,1,1")), folder, keep)[0] == expected
+    assert sorted(path.name for path in folder.iterdir()) == [f"step-{step:08d}" for step in expected[1]]
+
+
+def interrupted(world: World, config: TrainConfig, folder: Path) -> None:
+    """A checkpoint that fails once everything but its name is written, then one that does not."""
+    run, sync = Run(world, config, folder).until(1), checkpoint._sync
+
+    def fail(path: Path) -> None:
+        assert {".metadata", "manifest.json", "state.json"} < {file.name for file in path.iterdir()}
+        raise OSError("the disk is gone")
+
+    checkpoint._sync = fail
+    try:
+        with pytest.raises(RuntimeError, match=r"could not be written to .*: the disk is gone"):
+            run.save()
+    finally:
+        checkpoint._sync = sync
+    assert [path.name for path in folder.iterdir()] == ["step-00000001.aside"]
+    run.until(2).save().close()
+
+
+def test_a_checkpoint_appears_when_it_is_complete(text: Path, tmp_path: Path, pool: Pools) -> None:
+    pool(1).run(interrupted, tiny(text, *on("1,1,1")), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def while_training_goes_on(world: World, config: TrainConfig, folder: Path) -> bool:
+    run = Run(world, config, folder).until(2)
+    before = run.tensors()
+    run.save(wait=False)
+    with torch.no_grad():
+        for parameter in run.trainer.model.parameters():
+            parameter.zero_()
+            for moment in run.trainer.optimizer.state[parameter].values():
+                moment.zero_()
+    run.writer.wait()
+    run.trainer.resume(newest(folder))
+    found = same(run.tensors(), before)
+    run.close()
+    return found
+
+
+def test_background_and_foreground_write_the_same(text: Path, tmp_path: Path, pool: Pools) -> None:
+    manifests = []
+    for background in ("true", "false"):
+        folder = tmp_path / background
+        config = tiny(text, *on("1,2,1"), f"checkpoint.background={background}")
+        assert all(pool(2).run(while_training_goes_on, config, folder))
+        manifests.append(json.loads((newest(folder) / "manifest.json").read_text()))
+    first, second = ({name: sums for name, sums in each.items() if name != ".metadata"} for each in manifests)
+    assert first == second
+
+
+def test_the_newest_complete_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "a run"
+    with pytest.raises(ValueError, match="has no complete checkpoint"):
+        newest(run)
+    names = ["step-00000009", "step-00000010", "step-123456789"]
+    for name in names:
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "manifest.json").touch()
+    (run / "checkpoints" / "step-99999999").mkdir()  # not complete: no manifest
+    (run / "checkpoints" / "step-99999998.aside").mkdir()
+    (run / "checkpoints" / "step-99999998.aside" / "manifest.json").touch()
+    found = complete(run / "checkpoints")
+    assert [path.name for path in found] == names
+    assert all(step_of(a) < step_of(b) for a, b in pairwise(found))
+    for given in (run, run / "checkpoints", found[-1]):
+        assert newest(given) == found[-1]
+    monkeypatch.chdir(found[0])
+    assert newest(Path(".")) == found[0]
