@@ -86,11 +86,11 @@ def stopped_and_straight(world: World, config: TrainConfig, folder: Path) -> boo
     return found
 
 
-@pytest.mark.parametrize("cuboid", ["2,2,2", "1,2,1,2"])
+@pytest.mark.parametrize(("cuboid", "dtype"), [("2,2,2", "fp32"), ("1,2,1,2", "fp16")])
 def test_a_run_resumed_on_its_cuboid_is_the_same_to_the_bit(
-    cuboid: str, text: Path, tmp_path: Path, pool: Pools
+    cuboid: str, dtype: str, text: Path, tmp_path: Path, pool: Pools
 ) -> None:
-    config = tiny(text, *on(cuboid), DROPOUT)
+    config = tiny(text, *on(cuboid), DROPOUT, f"precision.dtype={dtype}", "precision.growth_interval=2")
     assert all(pool(ranks_of(config)).run(stopped_and_straight, config, tmp_path))
 
 
@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_is_refused(
     first, second = pool(2).run(resumed, tiny(text, *on("1,2,1")), path)
     assert first == second
     assert f"checkpoint {path} is damaged" in first
-    assert (file.name in first) == (pattern != "manifest.json" or damage == "missing")
+    assert file.name in first or file.name == "manifest.json"  # a changed name in it is a missing file
 
 
 def kept(world: World, config: TrainConfig, folder: Path, keep: int) -> list[list[int]]:

@@ -84,6 +84,7 @@ def test_lists_may_be_bare_and_paths_become_absolute(tmp_path: Path, monkeypatch
         ("model.hidden=true", ("model.hidden = true", "a whole number")),
         ("model.hidden=0", ("model.hidden = 0", "at least 1")),
         ("optimizer.lr=nan", ("optimizer.lr = nan", "above 0")),
+        ("optimizer.lr=inf", ("optimizer.lr = inf", "a finite number")),
         ("optimizer.lr=0", ("optimizer.lr = 0", "above 0")),
         ("optimizer.beta1=1", ("optimizer.beta1 = 1", "below 1")),
         ("schedule.min_lr_ratio=2", ("schedule.min_lr_ratio = 2", "at most 1")),

@@ -65,7 +65,7 @@ def bpe(tmp_path: Path) -> Path:
     )
     tokenizer.train_from_iterator(["the cat sat on the mat, the hat on the cat\n"] * 20, trainer)
     tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=64)
+    tokenizer.enable_padding(length=5000)
     path = tmp_path / "a tokenizer" / "tokenizer.json"
     path.parent.mkdir()
     tokenizer.save(str(path))

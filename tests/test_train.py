@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from sharded import pieces
-from tiny import furthest, losses, on, ranks_of, tiny, write_text
+from tiny import Curve, curve, furthest, losses, on, ranks_of, tiny, write_text
 from torch import Tensor
 
 from cuboid.config import ModelConfig
@@ -31,41 +31,38 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(text: Path, pool: Pools) -> list[float]:
+def reference(text: Path, pool: Pools) -> Curve:
     """The curve in plain PyTorch on one device."""
-    curve: list[float] = pool(1).run(losses, tiny(text, *on("1,1,1"), DROPOUT), STEPS, True)[0]
-    assert curve[-1] < 0.75 * curve[0]  # it learns: two curves do not agree by standing still
-    return curve
+    found: Curve = pool(1).run(curve, tiny(text, *on("1,1,1"), DROPOUT), STEPS, True)[0]
+    assert losses(found)[-1] < 0.75 * losses(found)[0]  # it learns: two curves do not agree by standing still
+    return found
 
 
-def curve_of(pool: Pools, config: TrainConfig, steps: int = STEPS) -> list[float]:
-    every = pool(ranks_of(config)).run(losses, config, steps)
-    assert all(curve == every[0] for curve in every)
-    curve: list[float] = every[0]
-    return curve
+def curve_of(pool: Pools, config: TrainConfig, steps: int = STEPS) -> Curve:
+    every: list[Curve] = pool(ranks_of(config)).run(curve, config, steps)
+    assert all(each == every[0] for each in every)
+    return every[0]
 
 
 @pytest.mark.parametrize("cuboid", ["1,1,1", "2,2,2", "4,2,1", "1,4,2", "8,1,1", "2,1,2,2"])
-def test_the_loss_curve_is_the_same_on_every_cuboid(
-    cuboid: str, text: Path, reference: list[float], pool: Pools
-) -> None:
+def test_the_loss_curve_is_the_same_on_every_cuboid(cuboid: str, text: Path, reference: Curve, pool: Pools) -> None:
     assert furthest(curve_of(pool, tiny(text, *on(cuboid), DROPOUT)), reference) < SAME
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
 def test_low_precision_stays_within_its_rounding(
-    dtype: str, rounding: float, text: Path, reference: list[float], pool: Pools
+    dtype: str, rounding: float, text: Path, reference: Curve, pool: Pools
 ) -> None:
-    curve = curve_of(pool, tiny(text, *on("2,2,1"), DROPOUT, f"precision.dtype={dtype}"))
-    assert 1e-6 < furthest(curve, reference) < rounding
+    found = curve_of(pool, tiny(text, *on("2,2,1"), DROPOUT, f"precision.dtype={dtype}"))
+    assert 1e-6 < furthest(losses(found), losses(reference)) < rounding
 
 
 @pytest.mark.parametrize(
     "change", ["data.micro_batches=2", "memory.checkpoint=full", "memory.checkpoint=selective"], ids=str
 )
-def test_what_saves_memory_changes_nothing(change: str, text: Path, reference: list[float], pool: Pools) -> None:
-    curve = curve_of(pool, tiny(text, *on("2,2,1"), DROPOUT, change), 4)
-    assert furthest(curve, reference[:4]) < SAME
+def test_what_saves_memory_changes_nothing(change: str, text: Path, reference: Curve, pool: Pools) -> None:
+    found = curve_of(pool, tiny(text, *on("2,2,1"), DROPOUT, change), 4)
+    assert furthest(found, reference[:4]) < SAME
 
 
 # fp16

@@ -3,12 +3,16 @@
 import random
 from pathlib import Path
 
+import torch
+
 from cuboid.launch import World
 from cuboid.train.config import TrainConfig, load
 from cuboid.train.loop import Trainer
 
+Curve = list[tuple[float, float]]
+
 SETTINGS = (
-    "model.layers=2",
+    "model.layers=1",
     "model.hidden=32",
     "model.heads=8",
     "model.ffn=48",
@@ -54,15 +58,22 @@ def ranks_of(config: TrainConfig) -> int:
     return config.cuboid_shape().ranks
 
 
-def losses(world: World, config: TrainConfig, steps: int, serial: bool = False) -> list[float]:
-    """The loss at each step."""
+def curve(world: World, config: TrainConfig, steps: int, serial: bool = False) -> Curve:
+    """The loss and the gradient's norm at each step. Adam hides a gradient of the wrong size; its norm does not."""
     trainer = Trainer(config, world, serial)
     try:
-        return [trainer.step()[0].loss for _ in range(steps)]
+        reports = [trainer.step()[0] for _ in range(steps)]
     finally:
         trainer.model.parallel.mesh.close()
+    return [(report.loss, report.grad_norm) for report in reports]
 
 
-def furthest(found: list[float], wanted: list[float]) -> float:
+def losses(found: Curve) -> list[float]:
+    return [loss for loss, _ in found]
+
+
+def furthest(found: Curve | list[float], wanted: Curve | list[float]) -> float:
     """The largest relative difference between two curves."""
-    return max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+    a, b = (torch.tensor(each, dtype=torch.float64) for each in (found, wanted))
+    assert a.shape == b.shape
+    return (a / b - 1).abs().max().item()

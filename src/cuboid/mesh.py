@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from cuboid.ledger import Ledger
@@ -75,10 +77,10 @@ class Cuboid:
             rank = rank * getattr(self, axis) + coordinates[axis]
         return rank
 
-    def array(self, axes: tuple[str, ...]) -> torch.Tensor:
+    def array(self, axes: tuple[str, ...]) -> NDArray[np.int64]:
         """The ranks as an array whose dims are `axes`."""
-        grid = torch.arange(self.ranks).view([getattr(self, axis) for axis in self.order])
-        return grid.permute([self.order.index(axis) for axis in axes]).contiguous()
+        grid = np.arange(self.ranks).reshape([getattr(self, axis) for axis in self.order])
+        return np.ascontiguousarray(grid.transpose([self.order.index(axis) for axis in axes]))
 
 
 def factorisations(ranks: int) -> Iterator[Cuboid]:
@@ -145,14 +147,16 @@ class Mesh:
         if size not in self._parts_of_x:
             group = None
             if size > 1:
-                lines = self.cuboid.array(("data", "y", "z", "x")).view(-1, size).tolist()
+                lines = self.cuboid.array(self.NESTING).reshape(-1, size).tolist()
                 group, _ = dist.new_subgroups_by_enumeration(lines)
             self._parts_of_x[size] = Axis("x", size, self.x.index % size, group, self.ledger)
         return self._parts_of_x[size]
 
     def close(self) -> None:
-        """Give the groups back; a process that makes many meshes must."""
-        axes = [getattr(self, name) for name in AXES]
-        for axis in [*axes, *self._parts_of_x.values()]:
-            if axis.group is not None and axis.group is not dist.group.WORLD:
-                dist.destroy_process_group(axis.group)
+        """Give the groups back: each keeps threads awake, so a process that makes many meshes must."""
+        groups = [axis.group for axis in self._parts_of_x.values() if axis.group is not None]
+        if "device_mesh" in vars(self):
+            groups += self.device_mesh.get_all_groups()
+        for group in groups:
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)

@@ -43,7 +43,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(parallel, str(i), recompute == "selective") for i in range(c.layers))
         self.norm = Norm(parallel, c.hidden, c.norm_bias)
         self.head = None if c.tied else Linear(parallel, "into", c.vocab, c.hidden, False, c.init_std)
-        self.to(dtype)
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
         initialise(self, seed)
         parts = [part for part in (self.embed, self.positions, *self.blocks, self.norm, self.head) if part is not None]
         self._buckets = {

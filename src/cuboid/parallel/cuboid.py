@@ -193,7 +193,8 @@ class CuboidParallel:
         each = sorted(set(need))
         if [head for head in each for _ in range(mine // len(each))] == need:
             need = each  # every key head serves as many of our queries
-        return k[:, :, need], v[:, :, need]
+        k, v = (torch.stack([part[:, :, head] for head in need], 2) for part in (k, v))
+        return k, v
 
     def _whole_sequence(self, k: Tensor, v: Tensor, context: Axis) -> Steps:
         """Keys and values of all parts of the sequence, in its order."""

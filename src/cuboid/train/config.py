@@ -33,8 +33,8 @@ class ModelSection:
 
     preset: str = key("", "a known model, whose sizes the keys below change; cuboid config --presets lists them")
     family: Literal["gpt2", "llama"] = key("gpt2", "kind of Transformer")
-    layers: int = key(4, "Transformer blocks", at_least=1)
-    hidden: int = key(128, "width of the residual stream", at_least=1)
+    layers: int = key(2, "Transformer blocks", at_least=1)
+    hidden: int = key(256, "width of the residual stream", at_least=1)
     heads: int = key(8, "attention heads; y·z must divide them", at_least=1)
     kv_heads: int = key(0, "heads of keys and values; 0: as many as heads", at_least=0)
     head_dim: int = key(0, "width of a head; 0: hidden / heads", at_least=0)
@@ -81,7 +81,7 @@ class DataSection:
 class OptimizerSection:
     """AdamW"""
 
-    lr: float = key(2e-3, "highest learning rate", above=0)
+    lr: float = key(3e-3, "highest learning rate", above=0)
     beta1: float = key(0.9, "decay of the running mean of gradients", at_least=0, below=1)
     beta2: float = key(0.95, "decay of the running mean of their squares", at_least=0, below=1)
     eps: float = key(1e-8, "added to the root of the mean square", above=0)
@@ -93,7 +93,7 @@ class OptimizerSection:
 class ScheduleSection:
     """steps and learning rate"""
 
-    steps: int = key(250, "optimizer steps", at_least=1)
+    steps: int = key(200, "optimizer steps", at_least=1)
     warmup: int = key(20, "steps in which the learning rate rises from 0", at_least=0)
     decay: Literal["cosine", "linear", "constant"] = key("cosine", "how the learning rate falls afterwards")
     min_lr_ratio: float = key(0.1, "the last learning rate, as a share of the highest", at_least=0, at_most=1)
@@ -144,7 +144,7 @@ class LoggingSection:
     eval_every: int = key(50, "steps between validations; 0: only at the end", at_least=0)
     eval_batches: int = key(8, "batches in a validation", at_least=1)
     tensorboard: bool = key(True, "write TensorBoard events too")
-    sample_tokens: int = key(200, "length of the text sampled at the end; 0: none", at_least=0)
+    sample_tokens: int = key(120, "length of the text sampled at the end; 0: none", at_least=0)
     sample_prompt: str = key("def ", "what the sample continues")
 
 

@@ -59,7 +59,7 @@ class Key:
     def rule_text(self) -> str:
         if self.choices:
             return "one of " + ", ".join(toml(choice) for choice in self.choices)
-        names = {int: "a whole number", float: "a number", str: "a text"}
+        names = {int: "a whole number", float: "a finite number", str: "a text"}
         text = names.get(self.kind, "a list of texts")
         rule = self.rule
         limits = [

@@ -1,0 +1,204 @@
+"""The command line as a person uses it: a run from beginning to end, one that is interrupted, and bad input."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tiny import on, settings, write_text
+
+from cuboid.cli import main
+from cuboid.cli import train as command
+from cuboid.launch import World
+
+CUBOID = Path(sys.executable).with_name("cuboid")
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Cuboid = Callable[..., Said]
+
+
+@pytest.fixture
+def cuboid(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cuboid:
+    """The command in this process, which spares the seconds that importing torch takes, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["cuboid", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        return Said(int(ended.value.code or 0), out, err)
+
+    return run
+
+
+def sets(changes: list[str]) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
+def steps_of(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
+    """A run of four steps on two ranks, started elsewhere, without a terminal."""
+    folder = tmp_path_factory.mktemp("runs")
+    run = folder / "a run [b]" / "with spaces"
+    text = write_text(folder)
+    changes = [*on("2,1,1"), "schedule.steps=4", "checkpoint.every=2", "logging.tensorboard=true"]
+    words = [CUBOID, "train", *sets(settings(text, *changes, f"logging.folder={run.relative_to(folder)}"))]
+    done = subprocess.run(
+        words, cwd=folder, env={**os.environ, "NO_COLOR": "1"}, capture_output=True, text=True, timeout=600
+    )
+    return run, Said(done.returncode, done.stdout, done.stderr)
+
+
+def test_a_run_leaves_everything_behind(finished: tuple[Path, Said]) -> None:
+    run, said = finished
+    assert said.code == 0, said.err
+    assert said.err == ""
+    assert "\x1b" not in said.out
+    for words in ("step  4/4  loss", "a sample", "Validation loss", f"checkpoint {run}", shlex.quote(str(run))):
+        assert words in said.out
+    assert {path.name for path in run.iterdir()} == {
+        "config.toml",
+        "metrics.jsonl",
+        "plot.png",
+        "tensorboard",
+        "checkpoints",
+    }
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
+    assert steps_of(run) == [1, 2, 3, 4]
+    assert "val_loss" in json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_a_run_moves_and_goes_on_where_it_is(finished: tuple[Path, Said], cuboid: Cuboid, tmp_path: Path) -> None:
+    run = tmp_path / "moved"
+    shutil.copytree(finished[0], run)
+    said = cuboid("train", "--resume", run, *sets(["schedule.steps=6", *on("1,2,1")]))
+    assert said.code == 0, said.err
+    assert "resumed after step 4" in said.out
+    assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+    assert steps_of(finished[0]) == [1, 2, 3, 4]
+    again = cuboid("train", "--resume", run / "checkpoints" / "step-00000006")
+    assert again.code == 0, again.err  # nothing left to do, and nothing done twice
+    assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+
+
+def test_sampling_prints_the_same_on_any_cuboid(finished: tuple[Path, Said], cuboid: Cuboid) -> None:
+    words = ("sample", finished[0], "--prompt", "ab", "--tokens", 6, "--seed", 5)
+    said = cuboid(*words)
+    assert said.code == 0, said.err
+    assert said.out.startswith("ab")
+    assert cuboid(*words, "--cuboid", "1,2,1").out == said.out
+
+
+BAD = [
+    (["--set", "model.hiden=3"], ["model.hiden", "did you mean model.hidden?"]),
+    (["--set", "model.hidden=wide"], ["model.hidden", "must be a whole number"]),
+    (["--set", "cuboid.y=3"], ["heads=8 cannot be cut into y·z=3"]),
+    (["--set", "data.paths=nowhere.txt"], ["nowhere.txt does not exist"]),
+    (["--set", "data.paths=short.txt"], ["20 tokens", "seq=128"]),
+    (["nowhere.toml"], ["nowhere.toml does not exist"]),
+    (["--preset", "gpt5"], ["gpt5", "is not known"]),
+    (["--resume", "nowhere"], ["nowhere has no complete checkpoint"]),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), BAD, ids=[words[-1] for words, _ in BAD])
+def test_bad_input_ends_in_one_message(words: list[str], said: list[str], cuboid: Cuboid, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("not enough to learn")
+    found = cuboid("train", "--set", "cuboid.x=1", "--set", "cuboid.z=1", *words)
+    assert found.code == 2
+    assert found.out == ""
+    assert found.err.startswith("error: ")
+    assert "Traceback" not in found.err
+    for word in said:
+        assert word in found.err
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+
+
+def test_a_refused_resumption_changes_nothing(finished: tuple[Path, Said], cuboid: Cuboid, tmp_path: Path) -> None:
+    run = finished[0]
+    before = {path: path.stat() for path in run.rglob("*")}
+    for change, said in (("model.hidden=64", "model.hidden=32 (here 64)"), ("data.seed=7", "data.seed = 0")):
+        found = cuboid("train", "--resume", run, "--set", change)
+        assert found.code == 2
+        assert said in found.err
+        assert found.out == ""
+    fresh = cuboid("train", *sets(settings(write_text(tmp_path), *on("1,1,1"), f"logging.folder={run}")))
+    assert fresh.code == 2
+    assert "is not empty; resume the run in it or choose another folder" in fresh.err
+    assert {path: path.stat() for path in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--top-p", 2], "top_p=2.0 must be"),
+        (["--cuboid", "3,1"], "write x,y,z such as 2,2,2"),
+        (["--cuboid", "1,3,1"], "heads=8 cannot be cut into y·z=3"),
+        (["--prompt", ""], "the prompt has no tokens"),
+        (["--prompt", "a" * 16], "16 tokens and the model's positions end at 16"),
+    ],
+)
+def test_samples_that_cannot_be(words: list[object], said: str, finished: tuple[Path, Said], cuboid: Cuboid) -> None:
+    found = cuboid("sample", finished[0], *words)
+    assert found.code == 2
+    assert said in found.err
+
+
+def break_one(world: World, *_: object) -> None:
+    if world.rank == 1:
+        raise ZeroDivisionError("by accident")
+
+
+def test_a_fault_of_ours_shows_where_it_was(cuboid: Cuboid, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[command.__module__], "train_on_rank", break_one)
+    said = cuboid("train", *sets(on("1,2,1")))
+    assert said.code == 1
+    assert said.err.startswith("error: rank 1 failed\nTraceback")
+    assert "in break_one" in said.err
+
+
+def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path, cuboid: Cuboid) -> None:
+    run = tmp_path / "run"
+    changes = [*on("2,1,1"), "schedule.steps=1000000", f"logging.folder={run}"]
+    words = [CUBOID, "train", *sets(settings(write_text(tmp_path), *changes))]
+    process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 600
+        while not ((run / "metrics.jsonl").exists() and len(steps_of(run)) > 2):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        out, err = process.communicate(timeout=600)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, err
+    assert err == ""
+    told = re.search(r"Stopped after step (\d+) of 1000000; all is saved. Go on with:\n  cuboid (.*)", out)
+    assert told
+    done = int(told[1])
+    said = cuboid(*shlex.split(told[2]), "--set", f"schedule.steps={done + 2}")
+    assert said.code == 0, said.err
+    assert steps_of(run) == list(range(1, done + 3))

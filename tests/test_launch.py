@@ -1,0 +1,109 @@
+"""Ranks start, fail and end together, whoever started them."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tiny import curve, losses, on, settings, tiny, write_text
+
+from cuboid.launch import Pool, RankError, World, launch
+
+Pools = Callable[[int], Pool]
+
+
+def pid_of(world: World) -> int:
+    return os.getpid()
+
+
+def fail(world: World, how: str) -> object:
+    """Rank 1 fails while the others wait for it."""
+    if world.rank != 1:
+        dist.barrier()
+    elif how == "raise":
+        raise KeyError("the cause")
+    elif how == "exit":
+        os._exit(3)
+    elif how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lambda: "cannot be sent"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", r"rank 1 failed\n(?s:.*)in fail\n(?s:.*)KeyError: 'the cause'"),
+        ("exit", "rank 1 ended with exit code 3"),
+        ("kill", "rank 1 ended with exit code -9"),
+        ("answer", r"rank 1 failed\n(?s:.*)lambda"),
+    ],
+)
+def test_one_rank_fails_and_all_end(how: str, said: str) -> None:
+    pool, start = Pool(3), time.monotonic()
+    pids = pool.run(pid_of)
+    with pytest.raises(RankError, match=said):
+        pool.run(fail, how)
+    assert time.monotonic() - start < 30  # those who wait would wait for ten minutes
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):  # gone, and no zombie either
+            os.kill(pid, 0)
+
+
+def wait_long(world: World, pipe: int) -> None:
+    os.write(pipe, b".")
+    time.sleep(600)
+
+
+def start_and_wait(pipe: int) -> None:
+    launch(wait_long, 2, [pipe])
+
+
+def test_ranks_end_when_who_started_them_is_killed() -> None:
+    ours, theirs = os.pipe()
+    starter = get_context("fork").Process(target=start_and_wait, args=(theirs,))
+    starter.start()
+    os.close(theirs)  # the starter and its ranks have it still
+    with open(ours, "rb", buffering=0) as pipe:
+        assert pipe.read(1) + pipe.read(1) == b".."
+        starter.kill()
+        starter.join()
+        ended, _, _ = select.select([pipe], [], [], 30)
+        assert ended
+        assert pipe.read(1) == b""
+
+
+def rank_and_size(world: World) -> tuple[int, int]:
+    return world.rank, world.size
+
+
+def test_results_come_in_rank_order() -> None:
+    assert launch(rank_and_size, 3) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_torchrun_with_other_ranks_than_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"torchrun started 2 ranks but 8 are wanted; set --nproc-per-node"):
+        launch(rank_and_size, 8)
+
+
+def test_torchrun_trains_as_forked_ranks_do(tmp_path: Path, pool: Pools) -> None:
+    text, run = write_text(tmp_path), tmp_path / "a run"
+    changes = [*on("2,2,1"), "schedule.steps=4"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    sets = [word for change in settings(text, *changes, f"logging.folder={run}") for word in ("--set", change)]
+    done = subprocess.run(
+        [*torchrun, "-m", "cuboid", "train", *sets], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("4 steps in") == 1  # one rank speaks
+    found = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert found == losses(pool(4).run(curve, tiny(text, *changes), 4)[0])
