@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from cuboid.comm import gather_pieces
 from cuboid.config import ModelConfig
 from cuboid.launch import World
 from cuboid.layout import Spec
@@ -44,8 +44,8 @@ class Outcome(NamedTuple):
     """What a step gave, as one rank has it."""
 
     specs: dict[str, Spec]
-    initial: list[Tensor]
-    gradients: list[Tensor]
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
     loss: float
     norm: float
     logits: Tensor
@@ -55,26 +55,24 @@ class Outcome(NamedTuple):
 def compare(world: World, case: Case) -> dict[str, float]:
     """The relative error of everything, on rank 0. Raises if initial parameters differ by a bit."""
     mesh = Mesh(case.cuboid, world.rank)
-    ours = step(CuboidParallel(case.config, mesh, case.policy), case)
-    specs = list(ours.specs.values())
-    # all gathers first: should the joining below raise, no rank is left waiting
-    parameters = pieces(ours.initial + ours.gradients, specs + specs, mesh)
-    initial, gradients = parameters[: len(specs)], parameters[len(specs) :]
-    logits, index = gather_pieces(ours.logits, mesh.world), gather_pieces(torch.cat(ours.index), mesh.world)
+    mine = step(CuboidParallel(case.config, mesh, case.policy), case)
     mesh.close()
+    ranks: list[Outcome] = [mine] * world.size  # on rank 0, every rank's
+    dist.gather_object(mine, ranks if world.rank == 0 else None)
     if world.rank:
         return {}
     reference = step(Serial(case.config), case)
-    for name, spec, parts, whole in zip(ours.specs, specs, initial, reference.initial, strict=True):
-        assert torch.equal(spec.join(parts, case.cuboid), whole), f"{name} begins with other values"
     errors = {
-        "loss": abs(ours.loss / reference.loss - 1),
-        "norm": abs(ours.norm / reference.norm - 1),
-        "logits": relative(join_logits(logits, index, case), reference.logits),
+        "loss": abs(mine.loss / reference.loss - 1),
+        "norm": abs(mine.norm / reference.norm - 1),
+        "logits": relative(join_logits(ranks, case), reference.logits),
     }
-    for name, spec, parts, whole in zip(ours.specs, specs, gradients, reference.gradients, strict=True):
+    for name, spec in mine.specs.items():
+        initial = spec.join([rank.initial[name] for rank in ranks], case.cuboid)
+        assert torch.equal(initial, reference.initial[name]), f"{name} begins with other values"
+        gradient = spec.join([rank.gradients[name] for rank in ranks], case.cuboid)
         # some gradients are zero in exact arithmetic, such as that of a key's bias: what is left is rounding
-        errors[name] = relative(spec.join(parts, case.cuboid), whole, least=1e-3 * reference.norm)
+        errors[name] = relative(gradient, reference.gradients[name], least=1e-3 * reference.norm)
     return errors
 
 
@@ -84,7 +82,7 @@ def step(parallel: Parallel, case: Case) -> Outcome:
     model = Transformer(parallel, case.seed, torch.float64, case.recompute)
     parameters = {name: parameter for name, parameter, _ in declared(model)}
     specs = {name: declaration.spec for name, _, declaration in declared(model)}
-    initial = [parameter.detach().clone() for parameter in parameters.values()]
+    initial = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     generator = torch.Generator().manual_seed(case.seed)
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -95,7 +93,7 @@ def step(parallel: Parallel, case: Case) -> Outcome:
     mine = place.take(tokens, 0)
     value = model(mine, place.take(targets, loss.ignore_index), place, loss, case.dropout)
     value.backward()
-    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     norm = model.gradient_norm().item()
     with torch.no_grad():
         logits = model.logits(mine, place)
@@ -115,25 +113,13 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor]:
     return tokens, torch.where(ignored, case.loss.ignore_index, targets)
 
 
-def pieces(tensors: Sequence[Tensor], specs: Sequence[Spec], mesh: Mesh) -> list[list[Tensor]]:
-    """For each tensor, every rank's piece: all tensors travel in one gather."""
-    flats = gather_pieces(torch.cat([tensor.reshape(-1) for tensor in tensors]), mesh.world)
-    found: list[list[Tensor]] = [[] for _ in specs]
-    for rank, flat in enumerate(flats):
-        shapes = [torch.Size(s.local_shape(mesh.cuboid, mesh.cuboid.coordinates(rank))) for s in specs]
-        parts = flat.split([shape.numel() for shape in shapes])
-        for each, part, shape in zip(found, parts, shapes, strict=True):
-            each.append(part.view(shape))
-    return found
-
-
-def join_logits(parts: Sequence[Tensor], index: Sequence[Tensor], case: Case) -> Tensor:
+def join_logits(ranks: Sequence[Outcome], case: Case) -> Tensor:
     """The whole logits, [s, b, v]; positions from `seq` on are padding."""
     whole = torch.full((case.seq, case.batch, case.config.vocab), torch.nan, dtype=torch.float64)
-    for part, each in zip(parts, index, strict=True):
-        s, b, v = each.split(part.shape)
+    for rank in ranks:
+        s, b, v = rank.index
         inside = s < case.seq
-        whole[s[inside, None, None], b[:, None], v] = part[inside]
+        whole[s[inside, None, None], b[:, None], v] = rank.logits[inside]
     return whole
 
 

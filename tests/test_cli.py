@@ -20,7 +20,7 @@ from cuboid.cli import main
 from cuboid.cli import train as command
 from cuboid.launch import World
 
-CUBOID = Path(sys.executable).with_name("cuboid")
+CUBOID = str(Path(sys.executable).with_name("cuboid"))
 
 
 class Said(NamedTuple):
@@ -74,8 +74,10 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, Said]) -> None:
     assert said.code == 0, said.err
     assert said.err == ""
     assert "\x1b" not in said.out
-    for words in ("step  4/4  loss", "a sample", "Validation loss", f"checkpoint {run}", shlex.quote(str(run))):
+    for words in ("step  4/4  loss", "a sample", "Validation loss", shlex.quote(str(run))):
         assert words in said.out
+    for what in ("run     ", "  checkpoint "):
+        assert f"\n{what}{run}" in said.out
     assert {path.name for path in run.iterdir()} == {
         "config.toml",
         "metrics.jsonl",
@@ -91,13 +93,15 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, Said]) -> None:
 def test_a_run_moves_and_goes_on_where_it_is(finished: tuple[Path, Said], cuboid: Cuboid, tmp_path: Path) -> None:
     run = tmp_path / "moved"
     shutil.copytree(finished[0], run)
-    said = cuboid("train", "--resume", run, *sets(["schedule.steps=6", *on("1,2,1")]))
+    start = run / "checkpoints" / "step-00000002"  # not the newest: steps 3 and 4 are taken again
+    said = cuboid("train", "--resume", start, *sets(["schedule.steps=6", *on("1,2,1")]))
     assert said.code == 0, said.err
-    assert "resumed after step 4" in said.out
+    assert "resumed after step 2" in said.out
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
     assert steps_of(finished[0]) == [1, 2, 3, 4]
-    again = cuboid("train", "--resume", run / "checkpoints" / "step-00000006")
-    assert again.code == 0, again.err  # nothing left to do, and nothing done twice
+    again = cuboid("train", "--resume", run)
+    assert again.code == 0, again.err
+    assert "resumed after step 6" in again.out  # the newest: nothing is left to do
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -71,6 +70,7 @@ def test_two_hosts_train_as_one(hosts: list[str], tmp_path: Path, pool: Callable
 
 
 def end(agent: "subprocess.Popen[str]") -> None:
+    """Asked to end, an agent ends its ranks too, which are in sessions of their own."""
     if agent.poll() is None:
-        os.killpg(agent.pid, signal.SIGKILL)
-        agent.wait()
+        agent.terminate()
+        agent.wait(60)

@@ -25,7 +25,7 @@ def test_rank_and_coordinates_are_inverse(cuboid: Cuboid) -> None:
 @given(cuboids, st.permutations(AXES).map(tuple))
 def test_array_has_every_rank_at_its_coordinates(cuboid: Cuboid, axes: tuple[str, ...]) -> None:
     array = cuboid.array(axes)
-    assert array.numel() == cuboid.ranks
+    assert array.size == cuboid.ranks
     for rank in range(cuboid.ranks):
         coordinates = cuboid.coordinates(rank)
         assert array[tuple(coordinates[axis] for axis in axes)] == rank

@@ -1,17 +1,18 @@
 """Training is the same whatever it runs on: loss curves, precision, accumulation, overflow, clipping, schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, isnan
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from sharded import pieces
 from tiny import Curve, curve, furthest, losses, on, ranks_of, tiny, write_text
 from torch import Tensor
 
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
+from cuboid.layout import Spec
 from cuboid.model import Transformer
 from cuboid.nn import declared
 from cuboid.parallel.serial import Serial
@@ -20,6 +21,7 @@ from cuboid.train.loop import Trainer
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
 
 Pools = Callable[[int], Pool]
+Shards = dict[str, np.ndarray]
 STEPS = 12
 SAME = 1e-5  # in fp32, relative; 1e-3 is what is promised
 DROPOUT = "model.dropout=0.1"
@@ -142,7 +144,7 @@ class Keep:
     """In the optimizer's place: what it would have been given."""
 
     def __init__(self, model: Transformer) -> None:
-        self.model, self.param_groups, self.gradients = model, [dict[str, float]()], list[Tensor]()
+        self.model, self.param_groups, self.gradients = model, [dict[str, float]()], Shards()
 
     def step(self) -> None:
         self.gradients = gradients_of(self.model)
@@ -151,44 +153,41 @@ class Keep:
         pass
 
 
-def gradients_of(model: Transformer) -> list[Tensor]:
-    found = []
-    for _, parameter, _ in declared(model):
-        assert parameter.grad is not None
-        found.append(parameter.grad.clone())
-    return found
+def gradients_of(model: Transformer) -> Shards:
+    """By name, in a form that travels between processes."""
+    gradients = ((name, parameter.grad) for name, parameter, _ in declared(model))
+    return {name: gradient.clone().numpy() for name, gradient in gradients if gradient is not None}
 
 
-def clipped(world: World, config: TrainConfig) -> list[float]:
-    """How far the norm and each clipped gradient are from torch's own, of the whole gradients."""
+def clipped(world: World, config: TrainConfig) -> tuple[float, Shards, Shards, dict[str, Spec]]:
+    """The gradient's norm, a rank's gradients before they are clipped and after it, and how they are cut."""
     trainer = Trainer(config, world)
-    model, mesh = trainer.model, trainer.model.parallel.mesh
-    specs = [d.spec for _, _, d in declared(model)]
+    model = trainer.model
     tokens, targets = trainer.batches(0)
     model(tokens, targets, trainer.place).backward()
-    keep, before = Keep(model), pieces(gradients_of(model), specs, mesh)
+    keep, before = Keep(model), gradients_of(model)
     applied = apply(model, keep, LossScale(), 0.01, 0.5, False)  # type: ignore[arg-type]
-    after = pieces(keep.gradients, specs, mesh)
-    cuboid = mesh.cuboid
-    mesh.close()
     assert keep.param_groups == [{"lr": 0.5}]
-    whole = [torch.nn.Parameter(torch.empty(spec.shape)) for spec in specs]
-    for parameter, spec, parts in zip(whole, specs, before, strict=True):
-        parameter.grad = spec.join(parts, cuboid)
-    norm = torch.nn.utils.clip_grad_norm_(whole, 0.01)
-    assert norm > 0.1
-    errors = [abs(applied.norm / norm.item() - 1)]
-    for parameter, spec, parts in zip(whole, specs, after, strict=True):
-        assert parameter.grad is not None
-        errors.append((spec.join(parts, cuboid) - parameter.grad).abs().max().item() / 0.01)
-    return errors
+    model.parallel.mesh.close()
+    return applied.norm, before, keep.gradients, {name: d.spec for name, _, d in declared(model)}
 
 
 @pytest.mark.parametrize("cuboid", ["2,2,2", "2,1,1,2"])
 def test_clipping_uses_the_norm_of_the_whole_gradient(cuboid: str, text: Path, pool: Pools) -> None:
     config = tiny(text, *on(cuboid))
-    for errors in pool(ranks_of(config)).run(clipped, config):
-        assert max(errors) < SAME
+    norms, before, after, specs = zip(*pool(ranks_of(config)).run(clipped, config), strict=True)
+
+    def whole(shards: Sequence[Shards], name: str) -> Tensor:
+        return specs[0][name].join([torch.from_numpy(each[name]) for each in shards], config.cuboid_shape())
+
+    parameters = {name: torch.nn.Parameter(torch.empty(spec.shape)) for name, spec in specs[0].items()}
+    for name, parameter in parameters.items():
+        parameter.grad = whole(before, name)
+    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), 0.01).item()
+    assert norm > 0.1
+    assert norms == pytest.approx([norm] * len(norms), rel=SAME)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(whole(after, name), parameter.grad, rtol=SAME, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

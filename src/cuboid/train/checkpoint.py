@@ -103,12 +103,12 @@ class Writer:
         _sync(aside)
         for given_up in complete(self.folder):  # a run resumed from before them takes these steps anew
             if step_of(given_up) >= step_of(final):
-                shutil.rmtree(given_up)
+                _remove(given_up)
         aside.rename(final)
         _sync(self.folder)
         if self.keep:
             for old in complete(self.folder)[: -self.keep]:
-                shutil.rmtree(old)
+                _remove(old)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -213,6 +213,12 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
         json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _remove(path: Path) -> None:
+    """Its manifest first: half removed, it must not count as complete."""
+    (path / "manifest.json").unlink()
+    shutil.rmtree(path)
 
 
 def _sync(folder: Path) -> None:
