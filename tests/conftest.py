@@ -17,25 +17,33 @@ settings.register_profile("stable", derandomize=True, deadline=None)  # the same
 settings.load_profile("stable")
 
 
+#: Pools that stay up. Ranks that only wait still cost a hundredth of a core each; new ones start in tenths of a second.
+MOST_POOLS = 2
+
+
 class ReusedPool(Pool):
     closed = False
 
     def close(self, kill: bool = False) -> None:
-        super().close(kill)
+        if not self.closed:
+            super().close(kill)
         self.closed = True
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], Pool]]:
-    """pool(P): P ranks, the same ones for the whole session unless a failure has ended them."""
+    """pool(P): P ranks, the same ones again and again unless a failure has ended them or other counts were needed."""
     pools: dict[int, ReusedPool] = {}
 
     def of(ranks: int) -> Pool:
-        if ranks not in pools or pools[ranks].closed:
-            pools[ranks] = ReusedPool(ranks)
-        return pools[ranks]
+        found = pools.pop(ranks, None)
+        if found is None or found.closed:
+            found = ReusedPool(ranks)
+        pools[ranks] = found  # the last used is last
+        for idle in list(pools)[:-MOST_POOLS]:
+            pools.pop(idle).close()
+        return found
 
     yield of
     for each in pools.values():
-        if not each.closed:
-            each.close()
+        each.close()

@@ -140,6 +140,12 @@ class Mesh:
             self.device.type, self.cuboid.array(self.NESTING), mesh_dim_names=self.NESTING, _rank=self.rank
         )
 
+    @cached_property
+    def host_mesh(self) -> DeviceMesh:
+        """The same ranks, for copies in their hosts' memory; nothing is sent over it."""
+        ranks = self.cuboid.array(self.NESTING)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=self.NESTING, _init_backend=False, _rank=self.rank)
+
     def part_of_x(self, size: int) -> Axis:
         """The `size` neighbours on x that share this rank's samples when x cuts the sequence as well as the batch."""
         if size == self.x.size:

@@ -21,7 +21,7 @@ class StepReport:
     lr: float
     tokens_per_s: float
     exposed: float  # share of the step spent waiting for communication
-    memory_bytes: int  # most held by any rank
+    memory_bytes: int  # most held by rank 0; the others hold as much
     skipped: bool = False  # the gradient overflowed and was not applied
 
 

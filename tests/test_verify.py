@@ -1,0 +1,65 @@
+"""`cuboid verify` says so when something is wrong; the README's example and command run as they stand."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import cuboid.cli.verify as cli
+import cuboid.parallel.cuboid as parallel
+from cuboid.cli import app
+from cuboid.config import ModelConfig
+from cuboid.launch import World
+from cuboid.mesh import Cuboid
+from cuboid.verify import Case, Report, verify
+
+README = Path(__file__).parents[1] / "README.md"
+CASE = Case(ModelConfig("gpt2", layers=1, hidden=24, heads=4, vocab=30, context=8), Cuboid(2, 2, 1), 4, 8)
+
+
+def forgetful(world: World, case: Case) -> Report | None:
+    """Norm gradients are not summed over y."""
+    cuts, sums = parallel.SPECS["norm"]
+    parallel.SPECS["norm"] = cuts, ()
+    try:
+        return verify(world, case)
+    finally:
+        parallel.SPECS["norm"] = cuts, sums
+
+
+def test_a_missing_sum_is_reported(pool) -> None:
+    assert pool(4).run(verify, CASE)[0].ok
+    try:
+        report = pool(4).run(forgetful, CASE)[0]
+    except ValueError as error:  # the copies of one gradient differ
+        assert "disagrees" in str(error)
+    else:
+        assert not report.ok
+
+
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = Report({"loss": 0.0}, 1e-9), Report({"loss": 1.0}, 1e-9)
+    for report, code in ((good, 0), (bad, 1)):
+        monkeypatch.setattr(cli, "launch", lambda *_, report=report: [report])
+        result = CliRunner().invoke(app, ["verify", "--cuboid", "1,1,1", "--json"])
+        assert result.exit_code == code
+        assert json.loads(result.stdout)["ok"] is (code == 0)
+
+
+def test_the_readme(tmp_path: Path) -> None:
+    text = README.read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    losses = json.loads(out)
+    assert len(losses) == 8
+    assert len(set(losses)) == 1
+    (command,) = re.findall(r"^    cuboid (verify --cuboid .*)$", text, re.M)
+    done = subprocess.run([sys.executable, "-m", "cuboid", *command.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "The cuboid is exact." in done.stdout
