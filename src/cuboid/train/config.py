@@ -32,9 +32,9 @@ class ModelSection:
     """what is trained"""
 
     preset: str = key("", "a known model, whose sizes the keys below change; cuboid config --presets lists them")
-    family: Literal["gpt2", "llama"] = key("gpt2", "kind of Transformer")
+    family: Literal["gpt2", "llama"] = key("llama", "kind of Transformer")
     layers: int = key(2, "Transformer blocks", at_least=1)
-    hidden: int = key(256, "width of the residual stream", at_least=1)
+    hidden: int = key(128, "width of the residual stream", at_least=1)
     heads: int = key(8, "attention heads; y·z must divide them", at_least=1)
     kv_heads: int = key(0, "heads of keys and values; 0: as many as heads", at_least=0)
     head_dim: int = key(0, "width of a head; 0: hidden / heads", at_least=0)
@@ -81,7 +81,7 @@ class DataSection:
 class OptimizerSection:
     """AdamW"""
 
-    lr: float = key(3e-3, "highest learning rate", above=0)
+    lr: float = key(5e-3, "highest learning rate", above=0)
     beta1: float = key(0.9, "decay of the running mean of gradients", at_least=0, below=1)
     beta2: float = key(0.95, "decay of the running mean of their squares", at_least=0, below=1)
     eps: float = key(1e-8, "added to the root of the mean square", above=0)
