@@ -19,7 +19,7 @@ from cuboid.randomness import key_of
 class Sampling:
     """How the next token is drawn. Temperature 0 takes the likeliest."""
 
-    temperature: float = 0.8
+    temperature: float = 0.6
     top_k: int = 0  # of the likeliest only; 0: of all
     top_p: float = 1.0  # of the likeliest that together have this probability
     seed: int = 0

@@ -16,9 +16,9 @@ from cuboid.train import checkpoint
 
 def sample(
     run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "def ",
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "class ",
     tokens: Annotated[int, typer.Option(help="How many to add.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.6,
     top_k: Annotated[int, typer.Option(help="Draw among this many of the likeliest; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw among the likeliest that have this probability together.")] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,

@@ -145,7 +145,7 @@ class LoggingSection:
     eval_batches: int = key(8, "batches in a validation", at_least=1)
     tensorboard: bool = key(True, "write TensorBoard events too")
     sample_tokens: int = key(120, "length of the text sampled at the end; 0: none", at_least=0)
-    sample_prompt: str = key("def ", "what the sample continues")
+    sample_prompt: str = key("class ", "what the sample continues")
 
 
 @dataclass(frozen=True)
