@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import cuboid.cli.verify as cli
 import cuboid.parallel.cuboid as parallel
 from cuboid.cli import app
 from cuboid.config import ModelConfig
@@ -33,18 +32,18 @@ def forgetful(world: World, case: Case) -> Report | None:
 
 def test_a_missing_sum_is_reported(pool) -> None:
     assert pool(4).run(verify, CASE)[0].ok
-    try:
-        report = pool(4).run(forgetful, CASE)[0]
-    except ValueError as error:  # the copies of one gradient differ
-        assert "disagrees" in str(error)
-    else:
-        assert not report.ok
+    report = pool(4).run(forgetful, CASE)[0]
+    assert not report.ok
+    assert {name for name, error in report.errors.items() if error > report.tolerance} >= {
+        "d norm.weight",
+        "d norm.bias",
+    }
 
 
 def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = Report({"loss": 0.0}, 1e-9), Report({"loss": 1.0}, 1e-9)
     for report, code in ((good, 0), (bad, 1)):
-        monkeypatch.setattr(cli, "launch", lambda *_, report=report: [report])
+        monkeypatch.setattr(sys.modules["cuboid.cli.verify"], "launch", lambda *_, report=report: [report])
         result = CliRunner().invoke(app, ["verify", "--cuboid", "1,1,1", "--json"])
         assert result.exit_code == code
         assert json.loads(result.stdout)["ok"] is (code == 0)

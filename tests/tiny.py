@@ -12,6 +12,7 @@ from cuboid.train.loop import Trainer
 Curve = list[tuple[float, float]]
 
 SETTINGS = (
+    "model.family=gpt2",
     "model.layers=1",
     "model.hidden=32",
     "model.heads=8",
