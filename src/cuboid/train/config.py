@@ -81,7 +81,7 @@ class DataSection:
 class OptimizerSection:
     """AdamW"""
 
-    lr: float = key(5e-3, "highest learning rate", above=0)
+    lr: float = key(2e-3, "highest learning rate", above=0)
     beta1: float = key(0.9, "decay of the running mean of gradients", at_least=0, below=1)
     beta2: float = key(0.95, "decay of the running mean of their squares", at_least=0, below=1)
     eps: float = key(1e-8, "added to the root of the mean square", above=0)
