@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ class Corpus:
     def vocab(self) -> int:
         return self.tokenizer.vocab
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Of the tokens trained on: a resumed run compares it to know that its data is what it began with."""
         return self.train.header.digest if isinstance(self.train, TokenFile) else digest(self.train, self.vocab)
