@@ -5,7 +5,6 @@ are used, because a transcendental function may round differently at the edge of
 """
 
 import hashlib
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,9 +32,11 @@ def mix(h: Tensor) -> Tensor:
     return h ^ _shift(h, 31)
 
 
-@cache
 def _normal_quantiles() -> Tensor:
-    """The standard normal at the middles of 2^16 equally likely intervals, scaled to a variance of exactly one."""
+    """The standard normal at the middles of 2^16 equally likely intervals, scaled to a variance of exactly one.
+
+    Made anew each time: a tensor kept from a real run could not be used in a dry one.
+    """
     n = 1 << _TABLE_BITS
     p = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     z = torch.special.ndtri(p)
