@@ -5,7 +5,7 @@ begin at zero and norms at one, where a misplaced slice does not show, so every 
 step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -52,10 +52,14 @@ class Outcome(NamedTuple):
     index: Index
 
 
-def compare(world: World, case: Case) -> dict[str, float]:
+def on_cuboid(case: Case, mesh: Mesh) -> Parallel:
+    return CuboidParallel(case.config, mesh, case.policy)
+
+
+def compare(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel] = on_cuboid) -> dict[str, float]:
     """The relative error of everything, on rank 0. Raises if initial parameters differ by a bit."""
     mesh = Mesh(case.cuboid, world.rank)
-    mine = step(CuboidParallel(case.config, mesh, case.policy), case)
+    mine = step(parallel(case, mesh), case)
     mesh.close()
     ranks: list[Outcome] = [mine] * world.size  # on rank 0, every rank's
     dist.gather_object(mine, ranks if world.rank == 0 else None)

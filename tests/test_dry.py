@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cuboid.config import ModelConfig
-from cuboid.cost import step_cost
+from cuboid.cost.cuboid import step_cost
 from cuboid.measure import count_flops
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from cuboid.attention import Cache
 from cuboid.comm import all_reduce, run
 from cuboid.loss import Loss
-from cuboid.nn import Block, Linear, Norm, Table, declared, initialise, recomputed
+from cuboid.nn import Block, Norm, Table, declared, initialise, recomputed
 from cuboid.parallel import Parallel, Place
-from cuboid.product import Linear as Weighted
 from cuboid.randomness import key_of
 
 #: What backward computes again rather than keep: nothing, attention, or everything inside a block.
@@ -42,7 +41,7 @@ class Transformer(nn.Module):
         self.positions = None if c.rotary else Table(parallel, c.context, c.hidden, c.init_std)
         self.blocks = nn.ModuleList(Block(parallel, str(i), recompute == "selective") for i in range(c.layers))
         self.norm = Norm(parallel, c.hidden, c.norm_bias)
-        self.head = None if c.tied else Linear(parallel, "into", c.vocab, c.hidden, False, c.init_std)
+        self.head = None if c.tied else Table(parallel, c.vocab, c.hidden, c.init_std)
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         initialise(self, seed)
@@ -64,11 +63,10 @@ class Transformer(nn.Module):
         opened = self._open()
         X = self._residual(opened, tokens, place, None, caches)
         with self._weights(opened, self._classifier) as W:
-            (Y,) = run(self.parallel.into(X, W, [Weighted(self._classifier.weight, None)]))
-            return Y
+            return run(self.parallel.logits(X, W, self._classifier.weight))
 
     @property
-    def _classifier(self) -> Table | Linear:
+    def _classifier(self) -> Table:
         return self.embed if self.head is None else self.head
 
     def _open(self) -> dict[nn.Module, Any]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from cuboid.comm import all_reduce, gather_pieces
 from cuboid.config import ModelConfig
-from cuboid.cost import Cost, step_cost
+from cuboid.cost import Cost
+from cuboid.cost.cuboid import step_cost
 from cuboid.launch import World
 from cuboid.loss import Loss
 from cuboid.measure import Memory, count_flops, saved_for_backward

@@ -57,6 +57,7 @@ class Bucket:
             for rows, shape, spec in zip(self._rows, shapes, self.specs, strict=True)
         ]
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        self._gathers = mesh.x.size > 1 and self._starts[-1] > 0
 
     def index(self, parameter: nn.Parameter) -> int:
         return self._index[id(parameter)]
@@ -66,7 +67,7 @@ class Bucket:
     def launch(self, holder: Holder) -> None:
         """Have the whole weights on their way, for `holder` until it releases them."""
         self._holders.add(holder)
-        if self._whole is None and self._flight is None and self.mesh.x.size > 1:
+        if self._whole is None and self._flight is None and self._gathers:
             self._flight = all_gather(self._pack(), self.mesh.x)
 
     def whole(self) -> list[Tensor]:
@@ -116,7 +117,7 @@ class Bucket:
         x = self.mesh.x
         if all(gradient is None for gradient in gradients):
             return
-        if x.size == 1:
+        if not self._gathers:
             self._gradients.append(list(gradients))
             return
         like = self.parameters[0]
@@ -139,7 +140,7 @@ class Bucket:
 
     def reduce_one(self, parameter: nn.Parameter, gradient: Tensor) -> Flight:
         """Launch the sum over x of one weight's gradient; the flight brings the shard's, to be handed to `add`."""
-        if self.mesh.x.size == 1:
+        if not self._gathers:
             return landed(gradient.to(parameter.dtype))
         flight = reduce_scatter(self._parts(self.index(parameter), gradient).reshape(-1), self.mesh.x, parameter.dtype)
         return Flight(None, lambda: flight.wait()[: parameter.numel()].view(parameter.shape))

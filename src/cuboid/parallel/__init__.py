@@ -105,5 +105,8 @@ class Parallel(Protocol):
     def dropout(self, X: Tensor, key: int, place: Place) -> Tensor:
         """Of the residual stream, by global index."""
 
+    def logits(self, X: Tensor, W: Any, weight: nn.Parameter) -> Steps:
+        """X times a table's rows, cut as `Place.logits` says."""
+
     def head_loss(self, X: Tensor, W: Any, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
         """The mean loss over all ranks' tokens, the same on every rank."""

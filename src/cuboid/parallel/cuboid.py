@@ -205,6 +205,10 @@ class CuboidParallel:
     def dropout(self, X: Tensor, key: int, place: Place) -> Tensor:
         return dropout(X, self.config.dropout, key, place.residual)
 
+    def logits(self, X: Tensor, W: Weights, weight: nn.Parameter) -> Steps:
+        (Y,) = yield from self.into(X, W, [Linear(weight, None)])
+        return Y
+
     def head_loss(self, X: Tensor, W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
         mesh, vocab, (s, b) = self.mesh, self.config.vocab, targets.shape
         start, _ = cut(vocab, mesh.y.size, mesh.y.index)

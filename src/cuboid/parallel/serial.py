@@ -90,6 +90,10 @@ class Serial:
     def dropout(self, X: Tensor, key: int, place: Place) -> Tensor:
         return dropout(X, self.config.dropout, key, place.residual)
 
+    def logits(self, X: Tensor, W: _Plain, weight: nn.Parameter) -> Steps:
+        return F.linear(X, W[weight])
+        yield
+
     def head_loss(self, X: Tensor, W: _Plain, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
         return _HeadLoss.apply(X, W[weight], targets, loss)
         yield

@@ -1,47 +1,14 @@
-"""What a training step costs a rank: bytes sent per axis and collective, FLOPs, and memory at rest, by formula.
+"""What a step costs a rank of a cuboid: ARCHITECTURE.md's table, summed over a model."""
 
-The formulas are those of ARCHITECTURE.md's table, summed over a model. They are arithmetic on sizes alone, so a cluster
-need not exist to be costed; the tests hold them against the ledger, the FLOP counter and autograd's saved tensors.
-"""
-
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import gcd, lcm
 
 from cuboid.config import ModelConfig
+from cuboid.cost import Cost, Counter
 from cuboid.head import chunk_rows
-from cuboid.layout import ceil_div, cut, round_up
+from cuboid.layout import ceil_div, round_up
 from cuboid.mesh import Cuboid
 from cuboid.parallel.cuboid import Policy
-
-
-@dataclass
-class Cost:
-    """Of one rank and one step, forward and backward."""
-
-    traffic: defaultdict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-    flops: int = 0
-    matrices: int = 0  # bytes of weights at rest; gradients are as many again, AdamW's state twice as many
-    vectors: int = 0  # bytes of norms and biases, which are replicated over the axis they lack
-    saved: int = 0  # bytes of activations kept from forward to backward
-
-    @property
-    def parameters(self) -> int:
-        return self.matrices + self.vectors
-
-    def bytes(self) -> dict[str, int]:
-        total: defaultdict[str, int] = defaultdict(int)
-        for (axis, _), (_, sent) in self.traffic.items():
-            total[axis] += sent
-        return dict(total)
-
-    def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """(calls, bytes) per axis and kind, as `Ledger.counts` gives them."""
-        table: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
-        for (axis, kind), (calls, sent) in sorted(self.traffic.items()):
-            table[axis][kind] = (calls, sent)
-        return dict(table)
 
 
 def step_cost(
@@ -64,7 +31,7 @@ def step_cost(
 _Weight = tuple[int, int, str, str | None]
 
 
-class _Step:
+class _Step(Counter):
     """The sizes a rank holds, and one method a formula; each adds to `cost`."""
 
     def __init__(
@@ -79,7 +46,8 @@ class _Step:
         parameter_size: int,
         compute_size: int,
     ) -> None:
-        self.c, self.at, self.policy, self.recompute, self.axes = config, coordinates, policy, recompute, cuboid.sizes
+        super().__init__(cuboid, coordinates)
+        self.c, self.policy, self.recompute = config, policy, recompute
         self.stored, self.e, self.wide = parameter_size, compute_size, max(compute_size, 4)
         self.x, self.y, self.z = cuboid.x, cuboid.y, cuboid.z
         along_batch = gcd(batch // cuboid.data, cuboid.x)
@@ -91,7 +59,6 @@ class _Step:
         self.d = config.hidden // self.z
         self.summed_over_y = 0  # elements of norm gradients
         self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
-        self.cost = Cost()
 
         self.embedding()
         for _ in range(config.layers):
@@ -102,29 +69,11 @@ class _Step:
         self.reduce("y", self.summed_over_y, self.stored)
         self.reduce("data", self.cost.parameters // self.stored, self.stored)
 
-    def part(self, n: int, axis: str | None) -> int:
-        if axis is None:
-            return n
-        start, stop = cut(n, self.axes[axis], self.at[axis])
-        return stop - start
-
-    # Collectives over an axis of p, of `whole` elements after gathering or before scattering
-
-    def send(self, kind: str, axis: str, whole: int, size: int, times: int = 1, p: int = 0) -> None:
-        p = p or self.axes[axis]
-        if p > 1 and whole:
-            entry = self.cost.traffic[axis, kind]
-            entry[0] += 1
-            entry[1] += times * whole * size * (p - 1) // p
-
     def gather(self, axis: str, whole: int, size: int = 0, p: int = 0) -> None:
         self.send("all_gather", axis, whole, size or self.e, p=p)
 
     def scatter(self, axis: str, whole: int, size: int = 0, p: int = 0) -> None:
         self.send("reduce_scatter", axis, whole, size or self.e, p=p)
-
-    def reduce(self, axis: str, whole: int, size: int) -> None:
-        self.send("all_reduce", axis, whole, size, times=2)
 
     def pair(self, axis: str, whole: int, p: int = 0) -> None:
         """An all-gather of activations, and the reduce-scatter of their gradient."""
