@@ -1,58 +1,33 @@
-"""Several hosts: network namespaces that see each other over one link and nothing else."""
+"""Several hosts, each with a torchrun of its own, that see each other over one link and nothing else."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
+import namespaces
 from tiny import curve, losses, on, settings, tiny, write_text
 
+from cuboid.cluster import Cluster
 from cuboid.launch import Pool
 
-ADDRESSES = ("10.77.31.1", "10.77.31.2")
 
-
-def ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {done.stderr.strip()}")
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Two namespaces, joined by their eth0."""
-    if os.geteuid() or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and iproute2")
-    names = [f"cuboid-{os.getpid()}-{i}" for i in range(2)]
-    with ExitStack() as cleanup:
-        for name in names:
-            ip("netns", "add", name)
-            cleanup.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                ip("-n", name, "link", "set", device, "up")
-        yield names
-
-
-def test_two_hosts_train_as_one(hosts: list[str], tmp_path: Path, pool: Callable[[int], Pool]) -> None:
+@namespaces.needed
+def test_two_hosts_train_as_one(tmp_path: Path, pool: Callable[[int], Pool]) -> None:
     text, run = write_text(tmp_path), tmp_path / "run"
     changes = [*on("2,2,1"), "schedule.steps=4"]
     sets = [word for change in settings(text, *changes, f"logging.folder={run}") for word in ("--set", change)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-    meet = ["--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400"]
-    with ExitStack() as cleanup:
+    with Cluster(2) as cluster, ExitStack() as cleanup:
+        meet = ["--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"{cluster.host(0).address}:29400"]
         agents = []
-        for name, address in zip(hosts, ADDRESSES, strict=True):
-            where = ["--local-addr", address, "--rdzv-conf", f"is_host={int(address == ADDRESSES[0])}"]
+        for i in range(2):
+            where = ["--local-addr", cluster.host(i).address, "--rdzv-conf", f"is_host={int(i == 0)}"]
             agent = subprocess.Popen(
-                ["ip", "netns", "exec", name, *torchrun, *meet, *where, "-m", "cuboid", "train", *sets],
+                cluster.host(i).command(*torchrun, *meet, *where, "-m", "cuboid", "train", *sets),
                 cwd=tmp_path,
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0"},
                 start_new_session=True,

@@ -13,6 +13,7 @@ import cuboid
 CORE = (
     "ledger",
     "mesh",
+    "cluster",
     "launch",
     "config",
     "layout",
@@ -26,9 +27,12 @@ CORE = (
     "norm",
     "embedding",
     "head",
+    "summa",
     "parallel",
     "parallel.serial",
     "parallel.cuboid",
+    "parallel.two_d",
+    "parallel.one_d",
     "nn",
     "model",
 )

@@ -1,22 +1,18 @@
 """The ledger against the kernel's own counters.
 
-The ranks live in a network namespace of their own, so that its loopback carries nothing but their traffic; all that
-they send passes its counter once.
+The ranks live on a host of their own, so that its loopback carries nothing but their traffic; all that they send passes
+its counter once.
 """
 
-import ctypes
-import os
-import shutil
-import subprocess
 from collections.abc import Callable
-from multiprocessing import connection, get_context
-from pathlib import Path
 from typing import Any
 
+import namespaces
 import pytest
 import torch
 import torch.distributed as dist
 
+from cuboid.cluster import Cluster, sent
 from cuboid.comm import COLLECTIVES, Kind
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
@@ -25,22 +21,9 @@ from cuboid.model import Transformer
 from cuboid.parallel.cuboid import CuboidParallel
 
 MB = 1 << 20
-CLONE_NEWNET = 0x40000000
 CUBE = Cuboid(2, 2, 2)
 MODEL = ModelConfig("gpt2", layers=2, hidden=512, heads=8, vocab=4096, context=256)
 KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
-
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="making a network namespace needs root"),
-    pytest.mark.skipif(shutil.which("ip") is None, reason="needs iproute2"),
-]
-
-
-def sent() -> int:
-    """Bytes the loopback of this namespace has carried."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    fields = next(line.split(":")[1] for line in lines if line.strip().startswith("lo:"))
-    return int(fields.split()[8])
 
 
 def counted(mesh: Mesh, act: Callable[[], Any]) -> tuple[int, int]:
@@ -48,11 +31,11 @@ def counted(mesh: Mesh, act: Callable[[], Any]) -> tuple[int, int]:
     act()  # connections are made at their first use
     mesh.ledger.reset()
     dist.barrier()
-    before = sent()
+    before = sent("lo")
     dist.barrier()
     act()
     dist.barrier()
-    after = sent()
+    after = sent("lo")
     dist.barrier()  # nobody goes on before everybody has read
     return sum(mesh.ledger.bytes().values()), after - before
 
@@ -75,26 +58,11 @@ def training_step(world: World) -> dict[str, tuple[int, int]]:
     return {"a training step": counted(mesh, lambda: model(tokens, tokens, place).backward())}
 
 
-def in_namespace(answer: connection.Connection, work: Callable[[World], Any]) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWNET):
-        answer.send(os.strerror(ctypes.get_errno()))
-        return
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    with Pool(CUBE.ranks) as pool:
-        answer.send(pool.run(work))
-
-
+@namespaces.needed
 @pytest.mark.parametrize("work", [collectives, training_step])
 def test_ledger_is_what_the_kernel_counts(work: Callable[[World], dict[str, tuple[int, int]]]) -> None:
-    ours, theirs = get_context("fork").Pipe()
-    process = get_context("fork").Process(target=in_namespace, args=(theirs, work))
-    process.start()
-    theirs.close()
-    found = ours.recv()
-    process.join()
-    if isinstance(found, str):
-        pytest.skip(f"a network namespace was refused: {found}")
+    with Cluster(1) as host, Pool(CUBE.ranks, host, ranks_per_host=CUBE.ranks) as pool:
+        found = pool.run(work)
     for name, (_, carried) in found[0].items():
         ledger = sum(rank[name][0] for rank in found)
         assert ledger > MB * CUBE.ranks, name

@@ -7,7 +7,7 @@ import torch
 
 from cuboid.launch import World
 from cuboid.train.config import TrainConfig, load
-from cuboid.train.loop import Trainer
+from cuboid.train.loop import Trainer, on_cuboid, on_one_device
 
 Curve = list[tuple[float, float]]
 
@@ -61,7 +61,7 @@ def ranks_of(config: TrainConfig) -> int:
 
 def curve(world: World, config: TrainConfig, steps: int, serial: bool = False) -> Curve:
     """The loss and the gradient's norm at each step. Adam hides a gradient of the wrong size; its norm does not."""
-    trainer = Trainer(config, world, serial)
+    trainer = Trainer(config, world, on_one_device if serial else on_cuboid)
     try:
         reports = [trainer.step()[0] for _ in range(steps)]
     finally:

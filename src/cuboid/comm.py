@@ -7,12 +7,14 @@
 | all_to_all     | its part along dim 0 of everyone's       | all_to_all     |
 | all_reduce     | the sum (of partial values)              | copy           |
 | copy           | the same value, used by every rank       | all_reduce     |
+| broadcast      | the tensor of one rank                   | reduce         |
+| reduce         | one rank: the sum; the others: nothing   | broadcast      |
 
 Over an axis of size 1 nothing is launched, counted or copied.
 """
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -161,6 +163,40 @@ def copy(x: Tensor, axis: Axis) -> Flight:
     return landed(x)
 
 
+def broadcast(x: Tensor, axis: Axis, source: int, shape: Sequence[int]) -> Flight:
+    """The tensor of rank `source` of the axis, which has this shape. Of the others' x only the dtype is looked at."""
+    if axis.size == 1:
+        return landed(x)
+    block = x.contiguous() if axis.index == source else x.new_empty(shape)
+    assert block.shape == torch.Size(shape), f"{tuple(block.shape)} is not {tuple(shape)}"
+    if not block.numel():
+        return landed(block)
+    entry = axis.ledger.launched(axis.name, "broadcast", _sent(block, axis))
+    work = dist.broadcast(block, group=axis.group, group_src=source, async_op=True)
+    return Flight(work, lambda: block, entry, axis)
+
+
+def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None) -> Flight:
+    """The sum, in `dtype` (that of x unless given), on rank `target` of the axis; an empty tensor on the others. Values
+    of low precision are summed in fp32. The memory of x is used up.
+
+    Of two ranks one sends its tensor and the other adds it, which moves the least. Of p ranks gloo's reduce moves
+    1 + 1/p times the least, but no rank has to take in everyone's tensor alone.
+    """
+    dtype, sum_in = dtype or x.dtype, torch.promote_types(x.dtype, torch.float32)
+    if axis.size == 1 or not x.numel():
+        return landed(x.to(dtype))
+    mine, nothing = axis.index == target, x.new_empty(0, dtype=dtype)
+    x = x.contiguous() if axis.size == 2 else x.contiguous().to(sum_in)
+    entry = axis.ledger.launched(axis.name, "reduce", _sent(x, axis))
+    if axis.size == 2:
+        other = torch.empty_like(x) if mine else x
+        work = dist.broadcast(other, group=axis.group, group_src=1 - target, async_op=True)
+        return Flight(work, lambda: (x.to(sum_in) + other).to(dtype) if mine else nothing, entry, axis)
+    work = dist.reduce(x, group=axis.group, group_dst=target, async_op=True)
+    return Flight(work, lambda: x.to(dtype) if mine else nothing, entry, axis)
+
+
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "copy"]
 
 COLLECTIVES: dict[Kind, Callable[[Tensor, Axis], Flight]] = {
@@ -244,16 +280,24 @@ def from_first(value: Any, axis: Axis) -> Any:
     return box[0]
 
 
+def from_all(value: Any, axis: Axis) -> list[Any]:
+    """What every rank of the axis has, in their order. For reports, never inside a step."""
+    if axis.size == 1:
+        return [value]
+    box = [None] * axis.size
+    dist.all_gather_object(box, value, group=axis.group)
+    return box
+
+
 def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
     """Every rank's tensor, whatever its shape, in rank order. For reports and tests, never inside a step."""
     if axis.size == 1:
         return [x]
-    shapes = [None] * axis.size
-    dist.all_gather_object(shapes, tuple(x.shape), group=axis.group)
-    numel = [torch.Size(shape or ()).numel() for shape in shapes]
+    shapes = from_all(tuple(x.shape), axis)
+    numel = [torch.Size(shape).numel() for shape in shapes]
     padded = x.new_zeros(max(numel))
     padded[: x.numel()] = x.reshape(-1)
     whole = x.new_empty(axis.size * max(numel))
     dist.all_gather_single(whole, padded, group=axis.group)
     rows = whole.view(axis.size, -1)
-    return [row[:n].view(shape or ()) for row, n, shape in zip(rows, numel, shapes, strict=True)]
+    return [row[:n].view(shape) for row, n, shape in zip(rows, numel, shapes, strict=True)]

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 
+from cuboid.cluster import Cluster, Host
+
 
 @dataclass(frozen=True)
 class World:
@@ -36,6 +38,11 @@ class RankError(RuntimeError):
 
 def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all: rank 0, or the one that will start the ranks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def join_world(store: dist.Store | None = None, timeout: float = 600) -> World:
@@ -57,14 +64,18 @@ def join_world(store: dist.Store | None = None, timeout: float = 600) -> World:
     return World(rank, size, device)
 
 
-def _serve(rank: int, size: int, door: socket.socket, pipe: connection.Connection) -> None:
-    """A forked rank: run what arrives on the pipe until it closes. The ranks meet behind `door`, on loopback alone."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _serve(
+    rank: int, size: int, local: int, host: Host | None, door: socket.socket, pipe: connection.Connection
+) -> None:
+    """A forked rank: run what arrives on the pipe until it closes. The ranks meet behind `door`."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(size))
+    if host is None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        host.enter()
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    host, port = door.getsockname()
-    listen = door.detach() if rank == 0 else None
-    store = dist.TCPStore(host, port, size, is_master=rank == 0, master_listen_fd=listen)
+    store = _meet(rank, size, door)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -97,24 +108,57 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _door(cluster: Cluster | None) -> socket.socket:
+    """Where the ranks meet: on loopback alone, or on the first host."""
+    if cluster is None:
+        return socket.create_server(("127.0.0.1", 0))
+    first = cluster.host(0)
+    with first.visit():
+        return socket.create_server((first.address, 0))
+
+
+def _meet(rank: int, size: int, door: socket.socket) -> dist.TCPStore:
+    """Through the door. Where no name service answers, as on an emulated host, the store would complain on stderr."""
+    address, port = door.getsockname()
+    listen = door.detach() if rank == 0 else None
+    stderr = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        return dist.TCPStore(address, port, size, is_master=rank == 0, master_listen_fd=listen)
+    finally:  # what it raises is still seen
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
 class Pool:
     """Ranks that stay up and run one function after another. Fork it before this process uses autograd.
+
+    On a cluster, rank r lives on host r // ranks_per_host; without one all are on this machine's loopback.
 
     >>> with Pool(2) as pool:
     ...     pool.run(rank_of)
     [0, 1]
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, cluster: Cluster | None = None, ranks_per_host: int = 1) -> None:
         if ranks < 1:
             raise ValueError(f"ranks={ranks}: at least one rank is needed")
+        if cluster is not None and ranks != cluster.size * ranks_per_host:
+            raise ValueError(
+                f"{ranks} ranks cannot live {ranks_per_host} on each of {cluster.size} hosts; "
+                "hosts × ranks per host must be the number of ranks"
+            )
         fork = get_context("fork")
         self._pipes: list[connection.Connection] = []
         self._ranks = []
-        with socket.create_server(("127.0.0.1", 0)) as door:
+        with _door(cluster) as door:
             for rank in range(ranks):
                 ours, theirs = fork.Pipe()
-                process = fork.Process(target=_serve, args=(rank, ranks, door, theirs), daemon=True)
+                local, host = rank, None
+                if cluster is not None:
+                    local, host = rank % ranks_per_host, cluster.host(rank // ranks_per_host)
+                process = fork.Process(target=_serve, args=(rank, ranks, local, host, door, theirs), daemon=True)
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)

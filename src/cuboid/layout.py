@@ -112,7 +112,7 @@ class Spec:
         """`local` as a DTensor of the global shape, for state dicts."""
         return DTensor.from_local(
             local,
-            mesh.device_mesh if local.device.type == mesh.device.type else mesh.host_mesh,
+            mesh.device_mesh(local.device.type),
             self.placements(mesh),
             shape=torch.Size(self.shape),
             stride=torch.empty(self.shape, device="meta").stride(),

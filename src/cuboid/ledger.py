@@ -1,7 +1,8 @@
 """The ledger: what every collective of a rank cost, per axis and kind.
 
 Bytes are those a rank sends when the collective moves the least it can: (p-1)/p of the whole for an all-gather, a
-reduce-scatter or an all-to-all over p ranks, twice that for an all-reduce. `in_flight` is the time from launch to
+reduce-scatter or an all-to-all over p ranks, twice that for an all-reduce; the mean over the ranks, (p-1)/p of the
+block, for a broadcast or a reduce. `in_flight` is the time from launch to
 completion, `exposed` the part of it in which the rank did nothing but wait.
 """
 

@@ -1,12 +1,17 @@
 """Count what a step does on this rank: FLOPs, and the bytes autograd keeps between forward and backward."""
 
+import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -30,36 +35,95 @@ class Saved:
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
-class Memory(TorchDispatchMode):
-    """The bytes of this rank's tensors, now and at most, from those given at the start on."""
+@dataclass
+class _Alive:
+    size: int
+    kind: str
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+
+class Memory(TorchDispatchMode):
+    """The bytes of this rank's tensors at most, of a module's parameters and all that is made while this is entered.
+
+    What was alive at the peak is told apart: parameters, gradients, what autograd saved, and the rest by the module of
+    this package that made it ("autograd" where PyTorch's own backward did).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        for tensor in tensors:
-            self._see(tensor)
+        self._module, self._now, self.peak = module, 0, 0
+        self._alive: dict[int, tuple[_Alive, weakref.ref[torch.UntypedStorage]]] = {}
+        self._at_peak: list[_Alive] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda x: x)
+        for parameter in module.parameters():
+            self._see(_local(parameter), "parameters")
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._hooks.__exit__(*exc)
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                self._call(parameter.grad, "gradients")
+
+    def at_peak(self) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for each in self._at_peak:
+            total[each.kind] += each.size
+        return dict(total)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types):
+            return NotImplemented  # a wrapper: it comes again with the tensors inside
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
-            if isinstance(each, Tensor):
-                self._see(each)
+            if type(each) in (Tensor, nn.Parameter):  # wrappers and fake tensors hold no memory
+                self._see(each, _maker())
         return out
 
-    def _see(self, tensor: Tensor) -> None:
+    def _saved(self, x: Tensor) -> Tensor:
+        self._call(x, "saved activations")
+        return x
+
+    def _call(self, tensor: Tensor, kind: str) -> None:
+        """From now on known as `kind`, unless it is a parameter."""
+        found = self._alive.get(_local(tensor).untyped_storage().data_ptr())
+        if found is not None and found[0].kind != "parameters":
+            found[0].kind = kind
+
+    def _see(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
-        if not size or address in self._alive:
+        address, alive = storage.data_ptr(), _Alive(storage.nbytes(), kind)
+        if not alive.size or address in self._alive:
             return
 
         def gone(_: object) -> None:
-            self.now -= size
+            self._now -= alive.size
             del self._alive[address]
 
-        self._alive[address] = weakref.ref(storage, gone)
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self._alive[address] = alive, weakref.ref(storage, gone)
+        self._now += alive.size
+        if self._now > self.peak:
+            now = list(self._alive.values())  # a backend's thread may free one meanwhile
+            self.peak, self._at_peak = self._now, [each for each, _ in now]
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _maker() -> str:
+    """The module of this package that the running operation was called from."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        package, _, module = frame.f_globals.get("__name__", "").partition(".")
+        if package == "cuboid":
+            return "autograd" if frame.f_code.co_name == "measure" else module
+        frame = frame.f_back  # type: ignore[assignment]
+    return "autograd"
 
 
 @contextmanager

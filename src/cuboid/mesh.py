@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -122,8 +121,9 @@ class Mesh:
         self.cuboid, self.rank, self.device = cuboid, rank, torch.device(device)
         self.ledger = Ledger()
         self.coordinates = cuboid.coordinates(rank)
+        self._groups: list[dist.ProcessGroup] = []
         for name, size in cuboid.sizes.items():
-            group = self.device_mesh.get_group(name) if size > 1 else None
+            group = self._group(name, size) if size > 1 else None
             setattr(self, name, Axis(name, size, self.coordinates[name], group, self.ledger))
         self.world = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, self.ledger)
         self._parts_of_x: dict[int, Axis] = {}
@@ -133,36 +133,32 @@ class Mesh:
     y: Axis
     z: Axis
 
-    @cached_property
-    def device_mesh(self) -> DeviceMesh:
-        """For DTensor and `torch.distributed.checkpoint`."""
-        return DeviceMesh(
-            self.device.type, self.cuboid.array(self.NESTING), mesh_dim_names=self.NESTING, _rank=self.rank
-        )
+    def _group(self, axis: str, size: int, parts: int = 1) -> dist.ProcessGroup:
+        """This rank's of the groups along an axis, or along each of its `parts`. None are made for axes of size 1: a
+        group keeps threads awake, used or not."""
+        others = tuple(name for name in self.NESTING if name != axis)
+        lines = self.cuboid.array((*others, axis)).reshape(-1, size // parts).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(lines)
+        assert group is not None
+        self._groups.append(group)
+        return group
 
-    @cached_property
-    def host_mesh(self) -> DeviceMesh:
-        """The same ranks, for copies in their hosts' memory; nothing is sent over it."""
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """For DTensors on such devices and `torch.distributed.checkpoint`; nothing is sent over it."""
         ranks = self.cuboid.array(self.NESTING)
-        return DeviceMesh("cpu", ranks, mesh_dim_names=self.NESTING, _init_backend=False, _rank=self.rank)
+        return DeviceMesh(device_type, ranks, mesh_dim_names=self.NESTING, _init_backend=False, _rank=self.rank)
 
     def part_of_x(self, size: int) -> Axis:
         """The `size` neighbours on x that share this rank's samples when x cuts the sequence as well as the batch."""
         if size == self.x.size:
             return self.x
         if size not in self._parts_of_x:
-            group = None
-            if size > 1:
-                lines = self.cuboid.array(self.NESTING).reshape(-1, size).tolist()
-                group, _ = dist.new_subgroups_by_enumeration(lines)
+            group = self._group("x", self.x.size, self.x.size // size) if size > 1 else None
             self._parts_of_x[size] = Axis("x", size, self.x.index % size, group, self.ledger)
         return self._parts_of_x[size]
 
     def close(self) -> None:
         """Give the groups back: each keeps threads awake, so a process that makes many meshes must."""
-        groups = [axis.group for axis in self._parts_of_x.values() if axis.group is not None]
-        if "device_mesh" in vars(self):
-            groups += self.device_mesh.get_all_groups()
-        for group in groups:
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()

@@ -83,6 +83,7 @@ class Report:
     traffic: dict[str, dict[str, int]] = field(default_factory=dict)  # of rank 0, by axis and collective
     traffic_predicted: bool = True  # every rank's equals the formula's
     balance: dict[str, Balance] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)  # bytes alive on rank 0 at the peak, see `Memory`
 
     @property
     def ok(self) -> bool:
@@ -103,7 +104,7 @@ class Measured:
     loss: Tensor
     flops: int
     saved: int
-    peak: int
+    memory: Memory
     traffic: Mapping[str, dict[str, tuple[int, int]]]
     norm: Tensor
 
@@ -113,7 +114,8 @@ class Measured:
         matrices = sum(p.nbytes for p in self.model.parameters() if p.dim() > 1)
         vectors = sum(p.nbytes for p in self.model.parameters() if p.dim() == 1)
         parameters = matrices + vectors
-        return [matrices, vectors, self.flops, self.saved, 4 * parameters + self.saved, self.peak + 2 * parameters]
+        at_rest, peak = 4 * parameters + self.saved, self.memory.peak + 2 * parameters
+        return [matrices, vectors, self.flops, self.saved, at_rest, peak]
 
 
 def batch_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -145,7 +147,7 @@ def measure(case: Case, parallel: Parallel) -> Measured:
     tokens, targets = place.take(tokens, 0), place.take(targets, case.loss.ignore_index)
     with torch.no_grad():
         logits = model.logits(tokens, place)
-    with Memory(model.parameters()) as memory:  # a step of its own: the FLOP counter holds on to tensors
+    with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
         model(tokens, targets, place, case.loss, dropout=case.seed).backward()
     model.zero_grad()
     parallel.mesh.ledger.reset()
@@ -156,7 +158,7 @@ def measure(case: Case, parallel: Parallel) -> Measured:
         loss.backward()
     traffic = parallel.mesh.ledger.counts()
     total, norm = flops.get_total_flops(), model.gradient_norm()
-    return Measured(model, place, logits, loss.detach(), total, saved_bytes, memory.peak, traffic, norm)
+    return Measured(model, place, logits, loss.detach(), total, saved_bytes, memory, traffic, norm)
 
 
 def verify(world: World, case: Case) -> Report | None:
@@ -165,7 +167,7 @@ def verify(world: World, case: Case) -> Report | None:
     _, compute, tolerance = DTYPES[case.dtype]
     mine = measure(case, CuboidParallel(case.config, mesh, case.policy, compute))
     whole = measure(case, Serial(case.config, compute, world.device)) if world.rank == 0 else None
-    report = Report(tolerance=tolerance)
+    report = Report(tolerance=tolerance, peak=mine.memory.at_peak())
     compare(report, case, mesh, mine, whole)
     costs = [case.cost(rank) for rank in range(case.cuboid.ranks)]
     check_traffic(report, mesh, mine, costs[world.rank])

@@ -1,6 +1,5 @@
 """The command line. Every command is one file here; bad input ends it with exit code 2 and one clear message."""
 
-import os
 import sys
 from typing import Annotated
 
@@ -9,12 +8,13 @@ from rich.console import Console
 from rich.text import Text
 
 from cuboid import __version__
+from cuboid.cli.bench import bench
 from cuboid.cli.config import config
 from cuboid.cli.data import app as data
 from cuboid.cli.sample import sample
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
-from cuboid.launch import RankError
+from cuboid.launch import RankError, is_first
 
 app = typer.Typer(
     name="cuboid",
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(sample)
 app.command()(verify)
+app.command()(bench)
 app.command()(config)
 app.add_typer(data, name="data")
 
@@ -40,7 +41,7 @@ def main() -> None:
     try:
         app()
     except ValueError as error:
-        if int(os.environ.get("RANK", 0)) == 0:  # under torchrun every rank finds the same fault; one says so
+        if is_first():  # under torchrun every rank finds the same fault; one says so
             Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(2)
     except RankError as error:

@@ -186,7 +186,32 @@ def show(console: Console, case: Case, report: Report) -> None:
         )
     console.print(balance)
     console.print("Norms and biases are replicated over the axis they are not cut by: the rest is one P-th, no more.")
+    peak = Table("alive at the peak, rank 0", "bytes", title="Memory, AdamW's moments aside", title_justify="left")
+    for kind, size in described(report.peak).items():
+        peak.add_row(kind, f"{size:,}")
+    console.print(peak)
     console.print("[bold green]The cuboid is exact.[/]" if report.ok else "[bold red]MISMATCH[/]: see the red rows.")
+
+
+#: What the modules of this package make for a moment.
+TRANSIENTS = {
+    "comm": "gathered operands, buffers in flight",
+    "weights": "gathered weights, their gradients",
+    "product": "partial products",
+    "head": "the head's chunk of logits",
+    "loss": "the head's chunk of logits",
+}
+
+
+def described(peak: dict[str, int]) -> dict[str, int]:
+    """What stays at rest first, then what is alive for a moment, largest first."""
+    rest = {kind: peak.get(kind, 0) for kind in ("parameters", "gradients", "saved activations")}
+    moment: dict[str, int] = {}
+    for kind, size in peak.items():
+        if kind not in rest:
+            name = TRANSIENTS.get(kind, "norms, attention, activations")
+            moment[name] = moment.get(name, 0) + size
+    return rest | dict(sorted(moment.items(), key=lambda item: -item[1]))
 
 
 def worst_of_each(errors: dict[str, float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from cuboid.launch import World
 from cuboid.train.config import TrainConfig
-from cuboid.train.loop import Trainer
+from cuboid.train.loop import Trainer, on_one_device
 from cuboid.train.plot import plot_curves
 from cuboid.train.progress import Progress
 
@@ -28,7 +28,7 @@ class Curves:
 def curves(world: World, config: TrainConfig, dtype: torch.dtype) -> Curves | None:
     """On every rank of the cuboid; rank 0 also trains serially, and returns both losses of every step."""
     ours = Trainer(config, world, dtype=dtype)
-    alone = Trainer(config, world, serial=True, dtype=dtype) if world.rank == 0 else None
+    alone = Trainer(config, world, on_one_device, dtype) if world.rank == 0 else None
     serial, cuboid = [], []
     with Progress(config.schedule.steps, console=Console(quiet=alone is None, stderr=True)) as progress:
         for _ in range(config.schedule.steps):

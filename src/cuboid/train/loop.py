@@ -3,7 +3,7 @@
 import resource
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cuboid import data
 from cuboid.comm import from_first
+from cuboid.config import ModelConfig
 from cuboid.generate import Sampling, generate
 from cuboid.launch import World
 from cuboid.loss import Loss
@@ -52,18 +53,14 @@ class Outcome:
         return self.steps >= self.of
 
 
-def build(config: TrainConfig, vocab: int, world: World, serial: bool, dtype: torch.dtype) -> Transformer:
-    """The model of a configuration on its cuboid, or on this rank alone; weights at rest are of `dtype`."""
-    memory, compute = config.memory, COMPUTE[config.precision.dtype]
-    model = config.model_config(vocab)
-    parallel: Parallel
-    if serial:
-        parallel = Serial(model, compute, world.device)
-    else:
-        mesh = Mesh(config.cuboid_shape(), world.rank, world.device)
-        policy = Policy(memory.activations, memory.weights, memory.head_elements)
-        parallel = CuboidParallel(model, mesh, policy, compute)
-    return Transformer(parallel, config.seed, dtype, memory.checkpoint)
+def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
+    memory, mesh = config.memory, Mesh(config.cuboid_shape(), world.rank, world.device)
+    policy = Policy(memory.activations, memory.weights, memory.head_elements)
+    return CuboidParallel(model, mesh, policy, COMPUTE[config.precision.dtype])
+
+
+def on_one_device(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
+    return Serial(model, COMPUTE[config.precision.dtype], world.device)
 
 
 def corpus_of(config: TrainConfig) -> data.Corpus:
@@ -75,13 +72,18 @@ def corpus_of(config: TrainConfig) -> data.Corpus:
 
 
 class Trainer:
-    """Model, optimizer and place in the data of one rank; `step` takes one step."""
+    """Model, optimizer and place in the data of one rank; `step` takes one step. Weights at rest are of `dtype`."""
 
     def __init__(
-        self, config: TrainConfig, world: World, serial: bool = False, dtype: torch.dtype = torch.float32
+        self,
+        config: TrainConfig,
+        world: World,
+        layout: Callable[[TrainConfig, ModelConfig, World], Parallel] = on_cuboid,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.config, self.corpus = config, corpus_of(config)
-        self.model = build(config, self.corpus.vocab, world, serial, dtype)
+        parallel = layout(config, config.model_config(self.corpus.vocab), world)
+        self.model = Transformer(parallel, config.seed, dtype, config.memory.checkpoint)
         self.corpus.check(self.model.config.vocab)
         self.optimizer = adamw(self.model, config.optimizer)
         self.loss = Loss(label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss)

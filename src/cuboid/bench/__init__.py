@@ -1,0 +1,1 @@
+"""Contestants and measurements for the benchmarks."""

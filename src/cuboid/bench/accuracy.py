@@ -1,0 +1,74 @@
+"""Do all layouts learn alike? Train one model on one text with each of them, and compare the loss curves."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from cuboid.config import ModelConfig
+from cuboid.launch import Pool, World
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.parallel import Parallel
+from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.parallel.one_d import OneD
+from cuboid.parallel.two_d import TwoD
+from cuboid.train.config import TrainConfig, load
+from cuboid.train.loop import Trainer, on_one_device
+from cuboid.train.plot import plot_curves
+from cuboid.train.progress import Progress
+
+Layout = Callable[[TrainConfig, ModelConfig, World], Parallel]
+
+
+def on_mesh(
+    make: Callable[[ModelConfig, Mesh], Parallel], cuboid: Cuboid, _: TrainConfig, model: ModelConfig, world: World
+) -> Parallel:
+    return make(model, Mesh(cuboid, world.rank, world.device))
+
+
+CONTESTANTS: dict[str, tuple[int, Layout]] = {
+    "serial": (1, on_one_device),
+    "1-D on 4 ranks": (4, partial(on_mesh, OneD, Cuboid(1, 4, 1))),
+    "2-D, 2×2": (4, partial(on_mesh, TwoD, Cuboid(1, 2, 2))),
+    "2.5-D, 2×2×2": (8, partial(on_mesh, TwoD, Cuboid(2, 2, 2))),
+    "3-D, (2,2,2)": (8, partial(on_mesh, CuboidParallel, Cuboid(2, 2, 2))),
+}
+
+
+def curve(world: World, config: TrainConfig, layout: Layout, name: str) -> list[float]:
+    trainer, losses = Trainer(config, world, layout), []
+    try:
+        with Progress(config.schedule.steps, console=Console(quiet=world.rank != 0, stderr=True)) as progress:
+            progress.note(name)
+            for _ in range(config.schedule.steps):
+                report, _ = trainer.step()
+                progress.update(report)
+                losses.append(report.loss)
+    finally:
+        trainer.model.parallel.mesh.close()
+    return losses
+
+
+def accuracy(steps: int, out: Path, console: Console) -> None:
+    """The demo's model and text, dropout included, in fp32."""
+    config = load(None, [f"schedule.steps={steps}", f"schedule.warmup={min(steps, 20)}", "model.dropout=0.1"])
+    curves: dict[str, list[float]] = {}
+    for name, (ranks, layout) in CONTESTANTS.items():
+        with Pool(ranks) as pool:
+            curves[name] = pool.run(curve, config, layout, name)[0]
+    serial = curves["serial"]
+    apart = {
+        name: max(abs(a - b) / abs(a) for a, b in zip(serial, losses, strict=True)) for name, losses in curves.items()
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    plot_curves(curves, out / "accuracy.png", f"{steps} steps of the demo's model, one curve a layout")
+    found = {"steps": steps, "largest_relative_difference_to_serial": apart, "losses": curves}
+    (out / "accuracy.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    for name, losses in curves.items():
+        console.print(
+            f"{name:16} loss {losses[0]:.4f} → {losses[-1]:.4f}, from serial's at most {apart[name]:.1e}",
+            highlight=False,
+        )
+    console.print(str((out / "accuracy.png").absolute()), soft_wrap=True, highlight=False)

@@ -1,0 +1,212 @@
+"""The ways of spreading one model over the same ranks, each ready to take training steps."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import isqrt
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.bench.native import Native
+from cuboid.bench.network import best, feasible
+from cuboid.bench.problem import Problem
+from cuboid.cost import Cost
+from cuboid.cost.cuboid import step_cost
+from cuboid.cost.native import native_cost
+from cuboid.cost.one_d import one_d_cost
+from cuboid.cost.two_d import two_d_cost
+from cuboid.launch import World
+from cuboid.ledger import Ledger
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.model import Transformer
+from cuboid.parallel import Parallel
+from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.parallel.one_d import OneD
+from cuboid.parallel.two_d import TwoD
+
+Way = Literal["1-D", "1-D+SP", "2-D", "2.5-D", "FSDP×TP", "cube", "cuboid", "native", "native ideal"]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """`shape` is the block of ranks: y for 1-D; layers × rows × columns for 2-D, 2.5-D; x = FSDP, y = TP for native."""
+
+    way: Way
+    shape: Cuboid
+
+    @property
+    def native(self) -> bool:
+        return self.way.startswith("native")
+
+    @property
+    def name(self) -> str:
+        k = self.shape
+        if self.way in ("1-D", "1-D+SP"):
+            return self.way
+        if self.way == "2-D":
+            return f"2-D {k.y}×{k.z}"
+        if self.way == "2.5-D":
+            return f"2.5-D {k.x}×{k.y}×{k.z}"
+        if self.native or self.way == "FSDP×TP":
+            return f"{self.way} {k.x}×{k.y}"
+        long = [axis for axis in k.order if k.sizes[axis] > 1]
+        order = "" if long == sorted(long) else " " + "".join(long)
+        return f"{self.way} ({k.x},{k.y},{k.z}){order}"
+
+    def cost(self, problem: Problem, rank: int) -> Cost:
+        """By formula, of one rank and one step."""
+        p, k = problem, self.shape
+        at = k.coordinates(rank)
+        if self.native:
+            return native_cost(p.config, k.x, k.y, p.batch, p.seq, rank, self.way == "native ideal")
+        if self.way in ("1-D", "1-D+SP"):
+            return one_d_cost(p.config, k, at, p.batch, p.seq, self.way == "1-D+SP")
+        if self.way in ("2-D", "2.5-D"):
+            return two_d_cost(p.config, k, at, p.batch, p.seq)
+        return step_cost(p.config, k, at, p.batch, p.seq, p.policy)
+
+    def parallel(self, problem: Problem, mesh: Mesh) -> Parallel:
+        if self.way in ("1-D", "1-D+SP"):
+            return OneD(problem.config, mesh, self.way == "1-D+SP")
+        if self.way in ("2-D", "2.5-D"):
+            return TwoD(problem.config, mesh)
+        return CuboidParallel(problem.config, mesh, problem.policy)
+
+    def runner(self, problem: Problem, world: World) -> "Runner":
+        return NativeRunner(self, problem, world) if self.native else ModelRunner(self, problem, world)
+
+
+class Runner(Protocol):
+    """One rank's model and optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    ledger: Ledger
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss of the whole batch, given whole."""
+
+    def clip(self) -> None:
+        """Scale the gradients to a norm of at most 1."""
+
+    def counted(self) -> AbstractContextManager[object]:
+        """Within it the ledger counts."""
+
+    def close(self) -> None: ...
+
+
+def adamw(module: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+
+
+class ModelRunner:
+    """Ours, whatever the parallel."""
+
+    def __init__(self, contestant: Contestant, problem: Problem, world: World) -> None:
+        self._mesh = Mesh(contestant.shape, world.rank, world.device)
+        self._parallel = contestant.parallel(problem, self._mesh)
+        self.module = Transformer(self._parallel, problem.seed)
+        self.optimizer: torch.optim.Optimizer = adamw(self.module)
+        self.ledger = self._mesh.ledger
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        place = self._parallel.place(*tokens.shape)
+        loss: Tensor = self.module(place.take(tokens, 0), place.take(targets, -100), place)
+        return loss
+
+    def clip(self) -> None:
+        scale = (1 / self.module.gradient_norm()).clamp(max=1).float()
+        torch._foreach_mul_([p.grad for p in self.module.parameters() if p.grad is not None], scale)
+
+    def counted(self) -> AbstractContextManager[object]:
+        return nullcontext()  # it always does
+
+    def close(self) -> None:
+        self._mesh.close()
+
+
+class NativeRunner:
+    """PyTorch's own."""
+
+    def __init__(self, contestant: Contestant, problem: Problem, world: World) -> None:
+        k = contestant.shape
+        ideal = contestant.way == "native ideal"
+        self._native = Native(problem.config, world, k.x, k.y, problem.seed, ideal=ideal)
+        self.module = self._native.model
+        self.optimizer: torch.optim.Optimizer = adamw(self.module)
+        self.ledger = Ledger()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self._native.loss(tokens, targets)
+
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+
+    def counted(self) -> AbstractContextManager[object]:
+        return self._native.tally(self.ledger)
+
+    def close(self) -> None:
+        self._native.close()
+
+
+# Who takes part
+
+
+def scaling(problem: Problem, ranks: int, per_host: int) -> Iterator[Contestant]:
+    """The paper's contestants, where so many ranks have the shape for them, and the cuboid and the FSDP × TP mesh that
+    the formulas find best. 1-D+SP sends 1-D's bytes, but its reduce-scatter goes straight to every rank, where 1-D's
+    ring leaves a host once: between hosts of several ranks it would only be slower."""
+    yield Contestant("1-D", Cuboid(1, ranks, 1))
+    side = isqrt(ranks)
+    if side * side == ranks:
+        yield Contestant("2-D", Cuboid(1, side, side))
+    depth, side = _deepest(ranks)
+    if depth > 1:
+        yield Contestant("2.5-D", Cuboid(depth, side, side))
+    yield Contestant("FSDP×TP", best(problem, ranks, per_host, flat=True))
+    edge, found = round(ranks ** (1 / 3)), best(problem, ranks, per_host)
+    cube = Cuboid(edge, edge, edge)
+    if cube.ranks == ranks:
+        yield Contestant("cube", cube)
+    if found != cube:
+        yield Contestant("cuboid", found)
+
+
+def _deepest(ranks: int) -> tuple[int, int]:
+    """Layers × side² = ranks with the most layers that are no more than the side; (1, 1) if there is none."""
+    found = [(ranks // q**2, q) for q in range(2, ranks) if ranks % q**2 == 0 and ranks // q**2 <= q]
+    return max(found, default=(1, 1))
+
+
+def every(problem: Problem, ranks: int) -> Iterator[Contestant]:
+    """Every layout and every cuboid of so many ranks."""
+    yield Contestant("1-D", Cuboid(1, ranks, 1))
+    yield Contestant("1-D+SP", Cuboid(1, ranks, 1))
+    side = isqrt(ranks)
+    if side * side == ranks:
+        yield Contestant("2-D", Cuboid(1, side, side))
+    depth, side = _deepest(ranks)
+    if depth > 1:
+        yield Contestant("2.5-D", Cuboid(depth, side, side))
+    for shape in feasible(problem, ranks):
+        yield Contestant("cuboid", shape)
+    for tp in (p for p in range(1, ranks + 1) if ranks % p == 0 and problem.batch % (ranks // p) == 0):
+        yield Contestant("native", Cuboid(ranks // tp, tp, 1))
+        if tp < ranks:
+            yield Contestant("native ideal", Cuboid(ranks // tp, tp, 1))
+
+
+def possible(contestants: Iterable[Contestant], problem: Problem) -> list[Contestant]:
+    """Those that can run this problem: a layout may need more heads or a larger batch than there are."""
+    found = []
+    for contestant in contestants:
+        try:
+            contestant.cost(problem, 0)
+        except ValueError:
+            continue
+        found.append(contestant)
+    return found

@@ -1,0 +1,111 @@
+"""The same Transformer as a user of plain PyTorch writes it: `torch.nn`, batch first, unaware of devices.
+
+Its parameters bear the names of ours and begin with the same values.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cuboid.attention import frequencies
+from cuboid.config import ModelConfig
+
+Turn = tuple[Tensor, Tensor]  # cos and sin, [s, e/2]
+
+
+class Attention(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim, bias = c.head_dim, bool(c.bias)
+        self.q = nn.Linear(c.hidden, c.q_dim, bias)
+        self.k = nn.Linear(c.hidden, c.kv_dim, bias)
+        self.v = nn.Linear(c.hidden, c.kv_dim, bias)
+        self.out = nn.Linear(c.q_dim, c.hidden, bias)
+
+    def forward(self, x: Tensor, turn: Turn | None) -> Tensor:
+        # b s (h e) -> b h s e, of as many heads as the weights here have
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self.out(a.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        bias = bool(c.bias)
+        self.gate = nn.Linear(c.hidden, c.ffn, bias) if c.gated else None
+        self.up = nn.Linear(c.hidden, c.ffn, bias)
+        self.down = nn.Linear(c.ffn, c.hidden, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norm(c), norm(c)
+        self.attention, self.mlp = Attention(c), MLP(c)
+
+    def forward(self, x: Tensor, turn: Turn | None) -> Tensor:
+        x = x + self.attention(self.norm1(x), turn)
+        return x + self.mlp(self.norm2(x))
+
+
+class TiedHead(nn.Module):
+    """A head without a weight of its own."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+
+class NativeTransformer(nn.Module):
+    """Tokens [b, s] -> logits [b, s, v]."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.config = c
+        self.embed = nn.Embedding(c.vocab, c.hidden)
+        self.positions = None if c.rotary else nn.Embedding(c.context, c.hidden)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.norm = norm(c)
+        self.head = TiedHead() if c.tied else nn.Linear(c.hidden, c.vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, at = self.embed(tokens), torch.arange(tokens.shape[1], device=tokens.device)
+        if self.positions is not None:
+            x = x + self.positions(at)
+        turn = rotation(self.config, at, torch.promote_types(x.dtype, torch.float32)) if self.config.rotary else None
+        for block in self.blocks:
+            x = block(x, turn)
+        x = self.norm(x)
+        return self.head(x, self.embed.weight) if self.config.tied else self.head(x)
+
+
+def norm(c: ModelConfig) -> nn.Module:
+    return nn.LayerNorm(c.hidden, c.norm_eps) if c.norm_bias else nn.RMSNorm(c.hidden, c.norm_eps)
+
+
+def rotation(c: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Turn:
+    angle = positions.to(torch.float64)[:, None] * frequencies(c).to(positions.device)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, turn: Turn) -> Tensor:
+    """Turn each pair (i, i + e/2) of the features of x [b, h, s, e] by its position's angle."""
+    (cos, sin), (a, b) = turn, x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def first_values(c: ModelConfig, name: str) -> tuple[float, float]:
+    """The mean and the standard deviation with which a parameter begins."""
+    *_, owner, kind = name.split(".")
+    if owner.startswith("norm"):
+        return (1.0 if kind == "weight" else 0.0), 0.0
+    if kind == "bias":
+        return 0.0, 0.0
+    return 0.0, c.init_std / (2 * c.layers) ** 0.5 if owner in ("out", "down") else c.init_std

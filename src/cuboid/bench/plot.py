@@ -1,0 +1,132 @@
+"""A benchmark's result as a picture: step time, speed-up, bytes against the least possible, memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, NullLocator
+
+from cuboid.bench.bound import step_bytes
+from cuboid.bench.result import Result, Row
+from cuboid.cluster import bits_per_second
+
+COLOURS = {
+    "1-D": "#777777",
+    "1-D+SP": "#b0a080",
+    "2-D": "#d1700f",
+    "2.5-D": "#c9a227",
+    "FSDP×TP": "#2e8540",
+    "cube": "#6aa0d8",
+    "cuboid": "#1f5fa8",
+    "native": "#8a4f9e",
+    "native ideal": "#c79bd4",
+}
+
+
+def draw(result: Result, folder: Path) -> list[Path]:
+    """One figure, as PNG and as SVG."""
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    panels = figure.subplots(2, 2)
+    rates = list(dict.fromkeys(row.rate for row in result.rows))
+    sizes = sorted({row.ranks for row in result.rows})
+    last = [row for row in result.rows if row.ranks == sizes[-1] and row.rate == rates[0]]
+    if len(rates) > 1:
+        _against_rate(panels[0, 0], [row for row in result.rows if row.ranks == sizes[-1]])
+    elif len(sizes) > 1:
+        _against_ranks(panels[0, 0], result.rows, sizes)
+    else:
+        _parts(panels[0, 0], last)
+    _speed_up(panels[0, 1], last)
+    _bytes(panels[1, 0], last)
+    _memory(panels[1, 1], last)
+    for axes in panels.flat:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    where = f"{rates[0]} a host" if rates[0] else "unshaped links"
+    figure.suptitle(f"cuboid bench {result.bench}: {sizes[-1]} ranks, {where}", x=0.01, ha="left")
+    paths = [folder / f"{result.bench}.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        figure.savefig(path, dpi=130)
+    return paths
+
+
+def _ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    ways: dict[str, list[Row]] = {}
+    for row in rows:
+        ways.setdefault(row.contestant.way, []).append(row)
+    return ways
+
+
+def _lines(axes: Axes, rows: Sequence[Row], xs: dict[int, float]) -> None:
+    """The fastest of each way at each place, with its quartiles."""
+    for way, of_way in _ways(rows).items():
+        fastest: dict[float, Row] = {}
+        for row in of_way:
+            x = xs[id(row)]
+            if x not in fastest or row.spread("step").median < fastest[x].spread("step").median:
+                fastest[x] = row
+        places = sorted(fastest)
+        spreads = [fastest[x].spread("step") for x in places]
+        middle = [spread.median for spread in spreads]
+        bars = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
+        axes.errorbar(places, middle, yerr=bars, marker="o", capsize=3, label=way, color=COLOURS[way])
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylabel("seconds a step")
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _against_ranks(axes: Axes, rows: Sequence[Row], sizes: Sequence[int]) -> None:
+    _lines(axes, rows, {id(row): row.ranks for row in rows})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("ranks")
+
+
+def _against_rate(axes: Axes, rows: Sequence[Row]) -> None:
+    rated = [row for row in rows if row.rate]
+    _lines(axes, rated, {id(row): bits_per_second(row.rate) for row in rated})
+    axes.xaxis.set_major_formatter(EngFormatter("bit/s"))
+    axes.set_xlabel("a host's link")
+
+
+def _parts(axes: Axes, rows: Sequence[Row]) -> None:
+    left = [0.0] * len(rows)
+    for part, shade in (("forward", 1.0), ("backward", 0.6), ("optimizer", 0.3)):
+        lengths = [row.spread(part).median for row in rows]
+        colours = [COLOURS[row.contestant.way] for row in rows]
+        axes.barh(_names(rows), lengths, left=left, color=colours, alpha=shade)
+        left = [a + b for a, b in zip(left, lengths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step: forward, backward, optimizer (dark to light)")
+
+
+def _speed_up(axes: Axes, rows: Sequence[Row]) -> None:
+    first = rows[0].spread("step").median
+    _bars(axes, rows, [first / row.spread("step").median for row in rows], "{:.2f}")
+    axes.set_xlabel(f"times faster than {rows[0].contestant.name}")
+
+
+def _bytes(axes: Axes, rows: Sequence[Row]) -> None:
+    _bars(axes, rows, [row.sent / 1e6 for row in rows], "{:.1f}")
+    least = step_bytes(rows[0].problem, rows[0].ranks) / 1e6
+    axes.axvline(least, color="black", linestyle="--", linewidth=1, label="least for its products (Al Daas et al.)")
+    axes.legend(frameon=False, fontsize="small", loc="lower left", bbox_to_anchor=(0, 1))
+    axes.set_xlabel("MB a rank sends in a step")
+
+
+def _memory(axes: Axes, rows: Sequence[Row]) -> None:
+    _bars(axes, rows, [row.peak / 1e6 for row in rows], "{:.1f}")
+    axes.set_xlabel("MB a rank holds at the peak of a step")
+
+
+def _bars(axes: Axes, rows: Sequence[Row], values: Sequence[float], form: str) -> None:
+    bars = axes.barh(_names(rows), values, color=[COLOURS[row.contestant.way] for row in rows])
+    axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize="small")
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return [row.contestant.name for row in rows]

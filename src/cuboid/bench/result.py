@@ -1,0 +1,140 @@
+"""What a benchmark found, ready for JSON: every sample, its median and quartiles, the settings and the machine."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import torch
+
+from cuboid import __version__
+from cuboid.bench.bound import step_bytes
+from cuboid.bench.contestant import Contestant
+from cuboid.bench.problem import Problem
+from cuboid.bench.turn import Count, Times
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of several samples."""
+
+    median: float
+    low: float  # the first quartile
+    high: float  # the third
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass
+class Row:
+    """One contestant on so many ranks over links of one rate ("" is unshaped)."""
+
+    contestant: Contestant
+    problem: Problem
+    ranks: int
+    rate: str
+    bits: float  # a second, of a host's link; 0 where unshaped
+    counts: list[Count]  # of every rank
+    samples: list[dict[str, float]] = field(default_factory=list)  # of every timed step
+
+    def add(self, ranks: Sequence[Sequence[Times]]) -> None:
+        """A turn's steps, as every rank timed them. The slowest rank's is the step's."""
+        for step in zip(*ranks, strict=True):
+            slowest = max(step, key=lambda times: times.step)
+            exposed = sum(times.exposed for times in step) / len(step)
+            crossed = max(times.crossed for times in step)
+            sample = {"step": slowest.step, "forward": slowest.forward, "backward": slowest.backward}
+            network = 8 * crossed / self.bits / slowest.step if self.bits else 0.0
+            sample |= {"optimizer": slowest.optimizer, "exposed": exposed, "crossed": crossed, "network": network}
+            self.samples.append(sample)
+
+    def spread(self, name: str) -> Spread:
+        return Spread.of([sample[name] for sample in self.samples])
+
+    @property
+    def sent(self) -> int:
+        """Bytes that the busiest rank sends in a step, by the ledger's count."""
+        return max(sum(sent for kinds in c.traffic.values() for _, sent in kinds.values()) for c in self.counts)
+
+    @property
+    def peak(self) -> int:
+        return max(count.peak for count in self.counts)
+
+    @property
+    def as_predicted(self) -> bool:
+        """Every rank's calls and bytes are the formula's."""
+        return all(count.traffic == count.predicted for count in self.counts)
+
+    def export(self) -> dict[str, Any]:
+        first = self.counts[0]
+        return {
+            "contestant": self.contestant.name,
+            "way": self.contestant.way,
+            "shape": self.contestant.shape.sizes,
+            "order": self.contestant.shape.order,
+            "ranks": self.ranks,
+            "rate": self.rate,
+            "problem": self.problem.export(),
+            "loss": first.loss,
+            "flops": max(count.flops for count in self.counts),
+            "bytes_sent": self.sent,
+            "bytes_equal_formula": self.as_predicted,
+            "lower_bound_bytes": step_bytes(self.problem, self.ranks),
+            "traffic_rank_0": first.traffic,
+            "peak_bytes": self.peak,
+            "parameter_bytes": max(count.parameters for count in self.counts),
+            "spread": {name: asdict(self.spread(name)) for name in self.samples[0]} if self.samples else {},
+            "samples": self.samples,
+        }
+
+
+@dataclass
+class Result:
+    bench: str
+    settings: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    machine: dict[str, Any] = field(default_factory=lambda: machine())
+
+    def save(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.bench}.json"
+        found = {
+            "bench": self.bench,
+            "command": " ".join(["cuboid", *sys.argv[1:]]),
+            "began": self.began,
+            "settings": self.settings,
+            "machine": self.machine | {"load_at_end": os.getloadavg()},
+            "rows": [row.export() for row in self.rows],
+        }
+        path.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        return path
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "processor": _processor(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "versions": {"cuboid": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "load_at_start": os.getloadavg(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()

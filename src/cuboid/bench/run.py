@@ -1,0 +1,118 @@
+"""Run a benchmark: count every contestant once, then let them take turns, round after round."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from cuboid.bench.contestant import Contestant
+from cuboid.bench.problem import Problem
+from cuboid.bench.result import Result, Row
+from cuboid.bench.turn import Count, count, turn
+from cuboid.cluster import Cluster, bits_per_second
+from cuboid.comm import from_all
+from cuboid.launch import Pool, World, is_first, join_world, under_torchrun
+from cuboid.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Contestants on one problem, one number of ranks, one network."""
+
+    problem: Problem
+    ranks: int
+    contestants: Sequence[Contestant]
+    rate: str = ""
+
+
+@dataclass(frozen=True)
+class Pace:
+    rounds: int = 5
+    steps: int = 1  # timed in a row, each turn
+    per_host: int = 4
+
+
+class Ranks(Protocol):
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]: ...
+
+
+class Started:
+    """The ranks that torchrun has started, of which this process is one: each runs the whole benchmark in step."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._all = Axis("world", world.size, world.rank, dist.group.WORLD)
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return from_all(fn(self.world, *args), self._all)
+
+
+def bench(result: Result, trials: Sequence[Trial], pace: Pace, out: Path, console: Console) -> Result:
+    """Rows are added to the result and saved as they come."""
+    total = sum(len(trial.contestants) * (pace.rounds + 1) for trial in trials)
+    counted: dict[tuple[Problem, Contestant], list[Count]] = {}
+    with ExitStack() as stack:
+        started = None
+        if under_torchrun():
+            started = Started(join_world())
+            stack.callback(dist.destroy_process_group)
+        told = stack.enter_context(_progress(total, console if is_first() else Console(quiet=True)))
+        for trial in trials:
+            missing = [c for c in trial.contestants if (trial.problem, c) not in counted]
+            with _ranks(trial, pace, started, shaped=False) as ranks:
+                for contestant in missing:
+                    told(f"{trial.ranks} ranks: counting {contestant.name}")
+                    counted[trial.problem, contestant] = ranks.run(count, contestant, trial.problem)
+            with _ranks(trial, pace, started, shaped=True) as ranks:
+                rows = [_row(trial, contestant, counted) for contestant in trial.contestants]
+                for i in range(pace.rounds):
+                    for row in rows if i % 2 == 0 else reversed(rows):
+                        where = f"{trial.ranks} ranks" + (f", {trial.rate}" if trial.rate else "")
+                        told(f"{where}: round {i + 1} of {pace.rounds}, {row.contestant.name}")
+                        row.add(ranks.run(turn, row.contestant, trial.problem, pace.steps, bool(trial.rate)))
+            result.rows += rows
+            if is_first():
+                result.save(out)
+    return result
+
+
+def _row(trial: Trial, contestant: Contestant, counted: dict[tuple[Problem, Contestant], list[Count]]) -> Row:
+    bits = bits_per_second(trial.rate) if trial.rate else 0.0
+    return Row(contestant, trial.problem, trial.ranks, trial.rate, bits, counted[trial.problem, contestant])
+
+
+@contextmanager
+def _ranks(trial: Trial, pace: Pace, started: Started | None, shaped: bool) -> Iterator[Ranks]:
+    if started is not None:
+        if started.world.size != trial.ranks:
+            raise ValueError(f"torchrun started {started.world.size} ranks but this needs {trial.ranks}; give --ranks")
+        yield started
+    elif shaped and trial.rate:
+        hosts = -(-trial.ranks // pace.per_host)
+        with Cluster(hosts, trial.rate) as cluster, Pool(trial.ranks, cluster, pace.per_host) as pool:
+            yield pool
+    else:
+        with Pool(trial.ranks) as pool:
+            yield pool
+
+
+@contextmanager
+def _progress(total: int, console: Console) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal, a line for each turn elsewhere. Call it with what begins."""
+    if not console.is_terminal:
+        done = iter(range(total))
+        yield lambda text: console.print(f"[{next(done)}/{total}] {text}", markup=False, highlight=False)
+        return
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
+        task = progress.add_task("", total=total + 1)
+
+        def told(text: str) -> None:
+            progress.update(task, description=text, advance=1)
+
+        yield told

@@ -1,0 +1,61 @@
+"""A benchmark's result as a person reads it."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from cuboid.bench.result import Result, Row
+from cuboid.train.progress import quantity
+
+LEAST_NETWORK = 0.7  # of a step that bytes ÷ rate must explain for its ratios to speak of the network
+
+
+def show(result: Result, console: Console) -> None:
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in result.rows:
+        groups.setdefault((row.rate, row.ranks), []).append(row)
+    for (rate, ranks), rows in groups.items():
+        console.print(_table(rows, f"{ranks} ranks, {rate + ' a host' if rate else 'links unshaped'}"))
+        for line in _remarks(rows):
+            console.print(line, highlight=False)
+
+
+def _table(rows: Sequence[Row], title: str) -> Table:
+    shaped = bool(rows[0].rate)
+    columns = ["layout", "step", "quartiles", "fwd", "bwd", "opt", f"× {rows[0].contestant.way}", "sent"]
+    columns += [*(["crossed", "network"] if shaped else []), "waited", "peak", "GFLOP"]
+    table = Table(*columns, title=title, title_justify="left")
+    for column in table.columns:
+        column.justify, column.no_wrap = "left" if column.header == "layout" else "right", True
+    first, fastest = rows[0].spread("step").median, min(row.spread("step").median for row in rows)
+    for row in rows:
+        step = row.spread("step")
+        cells = [row.contestant.name, f"{step.median:.3f}", f"{step.low:.3f}–{step.high:.3f}"]
+        cells += [f"{row.spread(part).median:.3f}" for part in ("forward", "backward", "optimizer")]
+        cells += [f"{first / step.median:.2f}", quantity(row.sent)]
+        if shaped:
+            cells += [quantity(row.spread("crossed").median), f"{row.spread('network').median:.0%}"]
+        cells += ["–" if row.contestant.native else f"{row.spread('exposed').median / step.median:.0%}"]
+        cells += [quantity(row.peak), f"{max(count.flops for count in row.counts) / 1e9:.2f}"]
+        table.add_row(*cells, style="bold" if step.median == fastest else "")
+    return table
+
+
+def _remarks(rows: Sequence[Row]) -> list[str]:
+    crossed = "; crossed: bytes the busiest host sent to others; network: their time at the link's rate" * bool(
+        rows[0].rate
+    )
+    lines = [f"Seconds a step; sent, peak: bytes of a rank{crossed}; waited: of the step, for communication."]
+    wrong = [row.contestant.name for row in rows if not row.as_predicted]
+    lines.append(f"Bytes differ from the formula: {', '.join(wrong)}." if wrong else "Bytes equal the formula's.")
+    if rows[0].rate:
+        network = {row.contestant.name: row.spread("network").median for row in rows}
+        least = min(network, key=lambda name: network[name])
+        says = (
+            "so the ratios are the network's"
+            if network[least] >= LEAST_NETWORK
+            else "too little for its ratio to count"
+        )
+        lines.append(f"Bytes ÷ rate explain at least {network[least]:.0%} of a step ({least}), {says}.")
+    return lines

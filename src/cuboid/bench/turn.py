@@ -1,0 +1,129 @@
+"""What a rank does in a benchmark: count a step once, time steps turn by turn."""
+
+import os
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from cuboid.bench.contestant import Contestant, Runner
+from cuboid.bench.problem import Problem
+from cuboid.cluster import sent
+from cuboid.launch import World
+from cuboid.measure import Memory, count_flops
+
+Counts = dict[str, dict[str, tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Count:
+    """Of one step, on one rank: what does not depend on the clock. FLOPs and the peak are rank 0's, else 0."""
+
+    loss: float
+    traffic: Counts  # (calls, bytes) per axis and collective
+    predicted: Counts
+    flops: int
+    peak: int  # bytes, parameters and AdamW's moments included
+    parameters: int  # bytes at rest
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one step, on one rank, in seconds."""
+
+    forward: float
+    backward: float
+    optimizer: float
+    exposed: float  # waiting for communication; not known of native
+    in_flight: float  # collectives from launch to landing, summed
+    crossed: int  # bytes that left this rank's host, all its ranks'
+
+    @property
+    def step(self) -> float:
+        return self.forward + self.backward + self.optimizer
+
+
+def count(world: World, contestant: Contestant, problem: Problem) -> Count:
+    """Two steps, one under rank 0's memory meter and one under its FLOP counter, which holds on to tensors. They slow a
+    rank down much, so the others go without."""
+    runner, metered = contestant.runner(problem, world), world.rank == 0
+    memory, flops = Memory(runner.module), count_flops()
+    try:
+        with memory if metered else nullcontext():
+            runner.forward(*problem.data()).backward()
+        runner.optimizer.zero_grad()
+        runner.ledger.reset()
+        with flops if metered else nullcontext(), runner.counted():
+            loss = runner.forward(*problem.data())
+            loss.backward()
+        traffic = runner.ledger.counts()
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in runner.module.parameters()]
+        parameters = sum(shard.nbytes for shard in shards)
+        predicted = contestant.cost(problem, world.rank).counts()
+        peak = memory.peak + 2 * parameters if metered else 0
+        return Count(float(loss.detach()), traffic, predicted, flops.get_total_flops(), peak, parameters)
+    finally:
+        runner.close()
+
+
+def turn(world: World, contestant: Contestant, problem: Problem, steps: int, cold: bool) -> list[Times]:
+    """Make the model, warm it up, time `steps` steps, give everything back. Where links are slow (`cold`) the warm-up
+    is a step of a few tokens, which opens every connection."""
+    runner = contestant.runner(problem, world)
+    short = contestant.shape.y if contestant.native else 1  # torch's own cuts the sequence, and pads nothing
+    try:
+        take_step(runner, problem, short if cold else problem.seq)
+        return [timed_step(runner, problem) for _ in range(steps)]
+    finally:
+        runner.close()
+
+
+def take_step(runner: Runner, problem: Problem, seq: int) -> None:
+    runner.forward(*problem.data(seq)).backward()
+    update(runner)
+
+
+def update(runner: Runner) -> None:
+    runner.clip()
+    runner.optimizer.step()
+    runner.optimizer.zero_grad()
+
+
+def timed_step(runner: Runner, problem: Problem) -> Times:
+    data = problem.data()
+    runner.ledger.reset()
+    dist.barrier()
+    before = sent_to_others()
+    dist.barrier()
+    marks = [now()]
+    loss = runner.forward(*data)
+    marks.append(now())
+    loss.backward()
+    marks.append(now())
+    update(runner)
+    marks.append(now())
+    dist.barrier()
+    crossed = sent_to_others() - before
+    exposed = runner.ledger.exposed()
+    in_flight = sum(entry.in_flight for entry in runner.ledger.entries.values())
+    forward, backward, optimizer = (stop - start for start, stop in pairwise(marks))
+    return Times(forward, backward, optimizer, exposed, in_flight, crossed)
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def sent_to_others() -> int:
+    """By all ranks of this host so far, as the kernel counts; 0 where no link joins hosts of its own."""
+    return sent("eth0") if emulated() else 0
+
+
+def emulated() -> bool:
+    return os.environ.get("GLOO_SOCKET_IFNAME") == "eth0"

@@ -1,0 +1,133 @@
+"""`cuboid bench`: 1-D, 2-D, 2.5-D, FSDP × TP and 3-D side by side, on one model, one batch, one machine."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cuboid.bench.accuracy import accuracy
+from cuboid.bench.contestant import Contestant, every, possible, scaling
+from cuboid.bench.plot import draw
+from cuboid.bench.problem import Problem
+from cuboid.bench.result import Result
+from cuboid.bench.run import Pace, Trial
+from cuboid.bench.run import bench as run_bench
+from cuboid.bench.table import show
+from cuboid.cluster import bits_per_second
+from cuboid.config import ModelConfig
+from cuboid.launch import is_first, under_torchrun
+from cuboid.parallel.cuboid import Policy
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a benchmark does unless told otherwise; `quick` in its place with --quick."""
+
+    ranks: str
+    hidden: int
+    heads: int
+    batch: int
+    seq: int
+    rate: str
+    rounds: int
+    steps: int = 1
+    layers: int = 2
+    vocab: int = 512
+
+
+SETTINGS = {
+    "strong": Setting("8,16,32,64", hidden=128, heads=64, batch=64, seq=32, rate="12.5mbit", rounds=5),
+    "weak": Setting("8,64", hidden=64, heads=64, batch=32, seq=32, rate="12.5mbit", rounds=5),
+    "layouts": Setting("8", hidden=512, heads=8, batch=16, seq=128, rate="", rounds=7, steps=3),
+}
+QUICK = {
+    "strong": Setting("8,64", hidden=128, heads=64, batch=64, seq=16, rate="12.5mbit", rounds=2, layers=1),
+    "weak": Setting("8,64", hidden=64, heads=64, batch=32, seq=16, rate="12.5mbit", rounds=2, layers=1),
+    "layouts": Setting("8", hidden=256, heads=8, batch=16, seq=64, rate="", rounds=3),
+}
+
+
+def bench(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="strong: one problem on more and more ranks. weak: a problem that grows with the ranks. layouts: "
+            "every layout and cuboid of one number of ranks. accuracy: loss curves of 1-D, 2-D and 3-D on one text."
+        ),
+    ],
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 8,64.")] = "",
+    hosts: Annotated[int, typer.Option(help="Emulated hosts, instead of --ranks.", min=0)] = 0,
+    ranks_per_host: Annotated[int, typer.Option(help="Ranks on each host.", min=1)] = 4,
+    rate: Annotated[
+        str | None, typer.Option(help="Each host's link, such as 25mbit; several are a sweep; '' is unshaped.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=0)] = 0,
+    steps: Annotated[int, typer.Option(help="Steps timed in a turn; of accuracy: steps trained.", min=0)] = 0,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A contestant, by the beginning of its name; again for more.")
+    ] = None,
+    layers: Annotated[int, typer.Option(min=0)] = 0,
+    hidden: Annotated[int, typer.Option(min=0)] = 0,
+    heads: Annotated[int, typer.Option(min=0)] = 0,
+    vocab: Annotated[int, typer.Option(min=0)] = 0,
+    batch: Annotated[int, typer.Option(help="Sequences in all; of weak: on the fewest ranks.", min=0)] = 0,
+    seq: Annotated[int, typer.Option(help="Tokens a sequence.", min=0)] = 0,
+    activations: Annotated[str, typer.Option(help="Cuboids retain or regather gathered activations.")] = "retain",
+    weights: Annotated[str, typer.Option(help="Cuboids retain or regather gathered weights.")] = "regather",
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer: minutes, and rough.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and the pictures.")] = Path("bench"),
+) -> None:
+    """Time ways of spreading one model over the same ranks: step, bytes, memory, against one another.
+
+    Contestants take turns, round after round; medians and quartiles are shown; everything goes to JSON, PNG and SVG.
+    With --rate the ranks live on emulated hosts with shaped links (needs root); without, on this machine's loopback.
+    On a cluster: torchrun … -m cuboid bench layouts --ranks 64 --rate ''. Sizes left out are the benchmark's own.
+    """
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    if what == "accuracy":
+        accuracy(steps or (50 if quick else 200), out, console)
+        return
+    if what not in SETTINGS:
+        raise ValueError(f"there is no benchmark {what!r}; choose one of {', '.join(SETTINGS)}, accuracy")
+    own = (QUICK if quick else SETTINGS)[what]
+    rates = [each.strip() for each in (own.rate if rate is None else rate).split(",")]
+    if under_torchrun():
+        rates = [""]  # the network is what it is
+    for each in rates:
+        if each:
+            bits_per_second(each)
+    sizes = [hosts * ranks_per_host] if hosts else _whole_numbers(ranks or own.ranks)
+    seq, hidden, heads = seq or own.seq, hidden or own.hidden, heads or own.heads
+    model = ModelConfig("gpt2", layers or own.layers, hidden, heads, vocab or own.vocab, context=seq, tied=False)
+    policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
+    base = Problem(model, batch or own.batch, seq, policy)
+    trials = []
+    for size in sizes:
+        problem = base.grown(size, sizes[0]) if what == "weak" else base
+        found = every(problem, size) if what == "layouts" else scaling(problem, size, ranks_per_host)
+        chosen = _chosen(possible(found, problem), only or [""])
+        trials += [Trial(problem, size, chosen, each) for each in rates]
+    pace = Pace(rounds or own.rounds, steps or own.steps, ranks_per_host)
+    settings = {"ranks": sizes, "ranks_per_host": ranks_per_host, "rates": rates, **vars(pace)}
+    result = run_bench(Result(what, settings), trials, pace, out, console)
+    if is_first():
+        show(result, console)
+        for path in (result.save(out), *draw(result, out)):
+            console.print(str(path.absolute()), soft_wrap=True, highlight=False)
+
+
+def _whole_numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"--ranks {text!r} is not a list of whole numbers; write 8 or 8,16,64")
+    return [int(part) for part in parts]
+
+
+def _chosen(contestants: list[Contestant], only: list[str]) -> list[Contestant]:
+    for each in only:
+        if not any(c.name.startswith(each) for c in contestants):
+            raise ValueError(f"--only {each!r} is the beginning of none of {', '.join(c.name for c in contestants)}")
+    return [c for c in contestants if c.name.startswith(tuple(only))]

@@ -1,0 +1,147 @@
+"""2-D parallel (Optimus) and 2.5-D parallel (Tesseract): the products of summa.py on x layers of y × z = q × q ranks.
+
+    tensor                held by a rank
+    residual stream       [s, b/(x y), d/z]
+    attention             [s, b/(x y), heads/z]      whole sequences of a block of heads
+    MLP inner             [s, b/(x y), ffn/z]
+    logits                [s, b/(x y), V/z]
+    weight [n, k]         [n/z, k/y]                 into and out_of alike
+    bias, norm [n]        [n/z]                      replicated over y
+    tables [V, d]         [V/y, d/z]
+
+With x = 1 this is 2-D. Else every layer holds the weights and works on its own part of the batch, and the gradients
+are summed over x: the depth of 2.5-D cuts no product, it replicates, as axis data does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cuboid import summa
+from cuboid.attention import Cache, attend, attend_cached, rotate, rotation
+from cuboid.comm import Steps
+from cuboid.config import ModelConfig
+from cuboid.layout import Spec, cut, round_up
+from cuboid.loss import Loss
+from cuboid.mesh import Axis, Cuboid, Mesh
+from cuboid.norm import Norm, norm
+from cuboid.parallel import Index, Place, Role
+from cuboid.product import Linear
+from cuboid.randomness import dropout
+from cuboid.weights import Bucket, Weights, gather, open_buckets
+
+SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
+    "into.weight": ((("z",), ("y",)), ("x",)),
+    "into.bias": ((("z",),), ("x", "y")),  # each y-rank has seen its own tokens
+    "out_of.weight": ((("z",), ("y",)), ("x",)),
+    "out_of.bias": ((("z",),), ("x", "y")),
+    "norm": ((("z",),), ("x", "y")),
+    "table": ((("y",), ("z",)), ("x",)),
+}
+
+
+def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
+    """Raise if this model cannot run 2-D parallel with `batch` sequences of `seq` tokens."""
+    q = cuboid.y
+    if cuboid.z != q:
+        raise ValueError(
+            f"cuboid {cuboid} has y={q} and z={cuboid.z}, but 2-D parallel needs a square of ranks; "
+            f"use y = z, and x for layers of such squares"
+        )
+    for name in ("hidden", "heads", "kv_heads", "ffn"):
+        n = getattr(config, name)
+        if n % q:
+            smaller = [p for p in range(q - 1, 0, -1) if n % p == 0][:3]
+            raise ValueError(
+                f"{name}={n} cannot be cut into z={q}; use {name} {round_up(n, q)}, or y = z one of {smaller}"
+            )
+    config.check(Cuboid(), batch, seq)
+    parts = cuboid.data * cuboid.x * q
+    if batch % parts:
+        raise ValueError(f"batch={batch} cannot be cut into data·x·y={parts}; use batch {round_up(batch, parts)}")
+
+
+class TwoD:
+    def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype | None = None) -> None:
+        check(config, mesh.cuboid, mesh.cuboid.ranks, 1)
+        self.config, self.mesh, self.dtype = config, mesh, dtype
+
+    def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
+        cuts, sums = SPECS[role]
+        return Spec(shape, cuts, sums)
+
+    # Tokens
+
+    def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
+        mesh, config, device = self.mesh, self.config, self.mesh.device
+        parts = mesh.data.size * mesh.x.size * mesh.y.size
+        padded = round_up(batch, parts) if decode else batch
+        check(config, mesh.cuboid, padded, start + seq)
+        index = (mesh.data.index * mesh.x.size + mesh.x.index) * mesh.y.size + mesh.y.index
+        samples = torch.arange(*cut(padded, parts, index), device=device)
+        positions = torch.arange(start, start + seq, device=device)
+        hidden, classes = (
+            torch.arange(*cut(n, mesh.z.size, mesh.z.index), device=device) for n in (config.hidden, config.vocab)
+        )
+        residual, logits = Index(positions, samples, hidden), Index(positions, samples, classes)
+        turn = rotation(config, positions) if config.rotary else None
+        return Place(batch, seq, start, samples, positions, Axis("x", 1, 0), residual, logits, turn)
+
+    # Weights: shards are what the kernels send, so a bucket moves nothing but its gradients' sums
+
+    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]]) -> Bucket:
+        return Bucket(parameters, self.mesh, self.dtype)
+
+    def open(self, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
+        return open_buckets(buckets, self.mesh)
+
+    def gather(self, bucket: Bucket, opened: Tensor) -> Weights:
+        return gather(bucket, opened)
+
+    def release(self, bucket: Bucket) -> None:
+        bucket.release("forward")
+
+    # Layers
+
+    def embed(self, ids: Tensor, tables: Sequence[tuple[Weights, nn.Parameter]], place: Place) -> Steps:
+        all_ids = (ids, place.positions[:, None])[: len(tables)]
+        lengths = (self.config.vocab, self.config.context)[: len(tables)]
+        return summa.lookup(all_ids, tables, lengths, self.mesh)
+        yield
+
+    def norm(self, X: Tensor, W: Weights, weight: nn.Parameter, bias: nn.Parameter | None) -> Steps:
+        call = Norm(W.bucket, weight, bias, self.mesh.z, self.config.norm_eps, centred=bias is not None)
+        Y = yield from norm(X, W, call)
+        return Y
+
+    def into(self, X: Tensor, W: Weights, linears: Sequence[Linear], heads: Sequence[int] = ()) -> Steps:
+        Y = summa.product(X, W, linears, self.mesh)
+        Ys = Y.split([W[linear.weight].shape[0] for linear in linears], dim=-1) if len(linears) > 1 else (Y,)
+        return [Y.unflatten(-1, (-1, self.config.head_dim)) for Y in Ys] if heads else Ys
+        yield
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, cache: Cache | None = None) -> Steps:
+        if place.turn is not None:
+            q, k = rotate(q, place.turn), rotate(k, place.turn)
+            v = v.contiguous()  # else the view would keep q's and k's memory as well
+        return attend(q, k, v) if cache is None else attend_cached(q, k, v, cache, place.seq)
+        yield
+
+    def out_of(self, X: Tensor, W: Weights, linear: Linear, heads: int = 0) -> Steps:
+        return summa.product(X, W, [linear], self.mesh)
+        yield
+
+    def dropout(self, X: Tensor, key: int, place: Place) -> Tensor:
+        return dropout(X, self.config.dropout, key, place.residual)
+
+    def logits(self, X: Tensor, W: Weights, weight: nn.Parameter) -> Steps:
+        return summa.logits(X, W, self._head(W, weight))
+        yield
+
+    def head_loss(self, X: Tensor, W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
+        return summa.head_loss(X, W, self._head(W, weight), targets, loss)
+        yield
+
+    def _head(self, W: Weights, weight: nn.Parameter) -> summa.Head:
+        return summa.Head(W.bucket, weight, self.config.vocab, self.mesh)

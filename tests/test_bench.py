@@ -1,0 +1,171 @@
+"""The benchmark counts, times and compares what it says it does."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import namespaces
+import pytest
+from typer.testing import CliRunner
+
+from cuboid.bench.bound import product_words, regime, step_bytes
+from cuboid.bench.contestant import Contestant, every, possible, scaling
+from cuboid.bench.network import best, egress
+from cuboid.bench.problem import Problem
+from cuboid.bench.result import Spread
+from cuboid.bench.turn import count, turn
+from cuboid.cli import app
+from cuboid.cluster import Cluster
+from cuboid.config import ModelConfig
+from cuboid.launch import Pool
+from cuboid.mesh import Cuboid
+
+Pools = Callable[[int], Pool]
+MODEL = ModelConfig("gpt2", layers=1, hidden=64, heads=8, vocab=64, context=64, tied=False)
+PROBLEM = Problem(MODEL, 8, 64)
+SIZES = ["--hidden", "32", "--heads", "8", "--vocab", "32", "--batch", "8", "--seq", "8", "--layers", "1"]
+
+
+# Formulas
+
+
+def test_the_bound_in_its_three_regimes() -> None:
+    m, n, k = 4096, 512, 64
+    for ranks, dims in ((8, 1), (64, 2), (1024, 3)):
+        assert regime((n, k, m), ranks) == dims
+    assert product_words((m, n, k), 8) == n * k * 7 / 8  # the smallest matrix alone moves
+    assert product_words((n, n, n), 8) == 3 * (n // 2) ** 2 / 2  # a cube gathers half of each of three blocks
+    for edge in (m / n, m * n / k**2):  # the regimes meet
+        assert product_words((m, n, k), int(edge)) == pytest.approx(product_words((m, n, k), int(edge) + 1), rel=0.2)
+
+
+def test_no_cuboid_that_gathers_again_beats_the_bound() -> None:
+    for ranks in (4, 8, 16, 64):
+        for contestant in every(PROBLEM, ranks):
+            if contestant.way == "cuboid" and ranks <= 8:
+                sent = sum(contestant.cost(PROBLEM, 0).bytes().values())
+                assert sent > 0.5 * step_bytes(PROBLEM, ranks)  # retained operands save a third of the gathers
+
+
+def test_quartiles() -> None:
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.5, 2.5)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+
+
+def test_a_problem_grows_with_the_ranks() -> None:
+    grown = PROBLEM.grown(64, 8)
+    assert (grown.config.hidden, grown.batch) == (128, 16)
+    assert PROBLEM.grown(8, 8) == PROBLEM
+
+
+def test_egress_by_hand() -> None:
+    shape = Cuboid(2, 2, 1)  # hosts (0,1) and (2,3): y lies in a host, x across
+    assert egress({("y", "all_gather"): [1, 100]}, shape, 2) == 0
+    assert egress({("x", "all_gather"): [1, 100]}, shape, 2) == 200
+    line = Cuboid(1, 4, 1)
+    assert egress({("y", "all_reduce"): [1, 100]}, line, 2) == 100  # a ring leaves each host once
+    assert egress({("y", "reduce_scatter"): [1, 90]}, line, 2) == 2 * 60  # direct: two of three are elsewhere
+    assert egress({("y", "reduce_scatter"): [1, 90]}, line, 4) == 0
+
+
+def test_the_best_cuboid_keeps_the_heaviest_axis_inside_hosts() -> None:
+    found = best(PROBLEM, 8, 4)
+    assert found.ranks == 8
+    assert egress(Contestant("cuboid", found).cost(PROBLEM, 0).traffic, found, 4) == min(
+        egress(Contestant("cuboid", shape).cost(PROBLEM, 0).traffic, shape, 4)
+        for contestant in every(PROBLEM, 8)
+        if contestant.way == "cuboid"
+        for shape in [contestant.shape]
+    )
+    assert best(PROBLEM, 8, 4, flat=True).z == 1
+
+
+def test_who_takes_part() -> None:
+    names = {ranks: [c.way for c in scaling(PROBLEM, ranks, 4)] for ranks in (8, 16)}
+    assert "2-D" in names[16]
+    assert "cube" in names[8]
+    assert "2-D" not in names[8]
+    few = Problem(MODEL.replace(heads=2, kv_heads=2, head_dim=32), 8, 64)
+    assert "1-D" not in [c.way for c in possible(every(few, 4), few)]  # two heads cannot be cut by four
+
+
+# Ranks
+
+
+@pytest.mark.parametrize("way", ["1-D", "1-D+SP", "2.5-D", "cuboid", "native", "native ideal"])
+def test_every_way_counts_what_its_formula_says(way: str, pool: Pools) -> None:
+    chosen = next(c for c in every(PROBLEM, 8) if c.way == way and c.shape != Cuboid(8, 1, 1))
+    counts = pool(8).run(count, chosen, PROBLEM)
+    assert all(each.traffic == each.predicted for each in counts)
+    assert counts[0].traffic
+    serial = pool(1).run(count, Contestant("cuboid", Cuboid()), PROBLEM)[0]
+    assert counts[0].loss == pytest.approx(serial.loss, rel=1e-5)
+    assert serial.parameters / 8 <= counts[0].parameters < serial.parameters
+    assert counts[0].parameters * 3 < counts[0].peak < serial.peak
+    assert counts[0].flops == pytest.approx(serial.flops / 8, rel=0.01)
+
+
+def test_a_turn_times_its_steps(pool: Pools) -> None:
+    chosen = Contestant("cuboid", Cuboid(2, 2, 1))
+    times = pool(4).run(turn, chosen, PROBLEM, 2, True)
+    assert [len(each) for each in times] == [2] * 4
+    assert all(each.forward > 0 and each.backward > 0 and each.optimizer > 0 for each in times[0])
+    assert all(0 < each.exposed <= each.step for each in times[0])
+    assert times[0][0].crossed == 0  # no hosts
+
+
+@namespaces.needed
+def test_what_crosses_hosts_is_what_the_formula_says() -> None:
+    big = Problem(MODEL.replace(hidden=256, ffn=1024, head_dim=32), 8, 64)
+    chosen = Contestant("cuboid", Cuboid(2, 2, 2))
+    with Cluster(2, "10gbit") as cluster, Pool(8, cluster, 4) as pool:
+        times = pool.run(turn, chosen, big, 1, False)
+    wanted = egress(chosen.cost(big, 0).traffic, chosen.shape, 4)
+    assert max(each[0].crossed for each in times) == pytest.approx(wanted, rel=0.05)
+
+
+# The command
+
+
+def test_layouts_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "a folder"
+    done = CliRunner().invoke(
+        app, ["bench", "layouts", "--ranks", "4", "--rounds", "2", "--steps", "1", "--out", str(out), *SIZES]
+    )
+    assert done.exit_code == 0, done.output
+    assert "Bytes equal the formula's." in done.output
+    found = json.loads((out / "layouts.json").read_text())
+    rows = {row["contestant"]: row for row in found["rows"]}
+    assert {"1-D", "1-D+SP", "2-D 2×2", "cuboid (2,2,1)", "native 2×2", "native ideal 2×2"} <= rows.keys()
+    assert all(row["bytes_equal_formula"] and len(row["samples"]) == 2 for row in rows.values())
+    losses = [row["loss"] for row in rows.values()]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+    assert found["machine"]["versions"]["torch"]
+    assert {path.suffix for path in out.iterdir()} == {".json", ".png", ".svg"}
+
+
+def test_accuracy_end_to_end(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "accuracy", "--steps", "2", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "accuracy.json").read_text())
+    assert len(found["losses"]) == 5
+    assert max(found["largest_relative_difference_to_serial"].values()) < 1e-5
+    assert (tmp_path / "accuracy.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["fast"], "choose one of strong"),
+        (["strong", "--ranks", "8,x"], "whole numbers"),
+        (["strong", "--rate", "quick"], "25mbit"),
+        (["layouts", "--only", "9-D"], "beginning of none"),
+        (["layouts", "--activations", "keep"], "regather, retain"),
+        (["strong", "--ranks", "7", "--heads", "64"], "no cuboid of 7 ranks"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(words: list[str], says: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", *words, "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, ValueError)
+    assert says in str(done.exception)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,243 @@
+"""Hosts are apart, their links as slow as asked, and nothing of them stays."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import connection, get_context
+from pathlib import Path
+
+import namespaces
+import pytest
+import torch
+import torch.distributed as dist
+
+from cuboid import cluster
+from cuboid.cluster import Cluster, bits_per_second, sent
+from cuboid.launch import Pool, World
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    """Two on each of four hosts."""
+    with Cluster(4) as hosts, Pool(8, hosts, ranks_per_host=2) as pool:
+        yield pool
+
+
+def swap(partner: int, megabytes: int) -> None:
+    """Send that much to the partner and receive as much."""
+    out, back = (torch.full((megabytes << 18,), float(dist.get_rank())), torch.empty(megabytes << 18))
+    flights = [dist.isend(out, partner), dist.irecv(back, partner)]
+    for flight in flights:
+        assert flight is not None
+        flight.wait()
+    assert (back == partner).all()
+
+
+def sum_of_ranks(world: World) -> tuple[float, str, str]:
+    x = torch.tensor([float(world.rank)])
+    dist.all_reduce(x)
+    return x.item(), os.environ["LOCAL_RANK"], os.readlink("/proc/self/ns/net")
+
+
+def on_the_wire(world: World, apart: int) -> int:
+    """What this host sends while 4 MB go from each rank without that bit in its number to the one with it."""
+    partner, x = world.rank ^ apart, torch.zeros(4 * MB, dtype=torch.uint8)
+    swap(partner, 1)  # connections are made at their first use
+    dist.barrier()
+    before = sent()
+    dist.barrier()
+    if world.rank < partner:
+        dist.send(x, partner)
+    else:
+        dist.recv(x, partner)
+    dist.barrier()
+    after = sent()
+    dist.barrier()
+    return after - before
+
+
+def seconds(world: World) -> float:
+    """For 2 MB each way, at the same time."""
+    swap(1 - world.rank, 1)
+    time.sleep(0.2)  # the bucket fills again
+    dist.barrier()
+    start = time.monotonic()
+    swap(1 - world.rank, 2)
+    dist.barrier()
+    return time.monotonic() - start
+
+
+@namespaces.needed
+def test_ranks_on_hosts(ranks: Pool) -> None:
+    sums, local, hosts = zip(*ranks.run(sum_of_ranks), strict=True)
+    assert sums == (28.0,) * 8
+    assert local == ("0", "1") * 4
+    assert hosts[0::2] == hosts[1::2]
+    assert len({*hosts, os.readlink("/proc/self/ns/net")}) == 5
+
+
+@namespaces.needed
+@pytest.mark.parametrize(("apart", "megabytes"), [(1, (0, 0, 0, 0)), (2, (8, 0, 8, 0)), (4, (8, 8, 0, 0))])
+def test_only_what_leaves_a_host_is_on_its_link(ranks: Pool, apart: int, megabytes: tuple[int, ...]) -> None:
+    found = ranks.run(on_the_wire, apart)
+    for host, wanted in enumerate(megabytes):
+        assert found[2 * host] == pytest.approx(wanted * MB, rel=0.05, abs=0.2 * MB), host
+
+
+@namespaces.needed
+def test_links_are_no_faster_than_asked() -> None:
+    with Cluster(2, "20mbit") as hosts, Pool(2, hosts) as pool:
+        assert min(pool.run(seconds)) > 0.7
+
+
+def listing(*words: str) -> str:
+    return subprocess.run(["ip", "-o", *words], capture_output=True, text=True, check=True).stdout
+
+
+@namespaces.needed
+def test_many_hosts_on_slow_links() -> None:
+    """None looks addresses up, which fails with many hosts; none takes a slow answer for a lost one."""
+    with Cluster(3) as hosts, hosts.host(1).visit():
+        known = {line.split()[0] for line in listing("neighbour").splitlines() if "PERMANENT" in line}
+        assert known == {hosts.host(0).address, hosts.host(2).address}
+        assert "rto_min lock 3s" in listing("route")
+
+
+def machine() -> tuple[str, str]:
+    links = {line.split(":")[1] for line in listing("link").splitlines()}  # counters and times left out
+    return ",".join(sorted(links)), listing("netns")
+
+
+def alive(pid: int) -> bool:
+    """A zombie is not: it has left its namespace, whether or not somebody reaps it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@namespaces.needed
+def test_nothing_shows_and_nothing_stays() -> None:
+    before = machine()
+    with Cluster(2, "1gbit") as hosts:
+        keepers = [hosts.host(i).keeper for i in range(2)]
+        assert all(alive(pid) for pid in keepers)
+        assert machine() == before
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in keepers)
+    assert machine() == before
+
+
+def own(pipe: connection.Connection) -> None:
+    with Cluster(2) as hosts:
+        pipe.send([hosts.host(i).keeper for i in range(2)])
+        time.sleep(120)
+
+
+@namespaces.needed
+def test_hosts_end_when_their_owner_is_killed() -> None:
+    ours, theirs = get_context("fork").Pipe()
+    owner = get_context("fork").Process(target=own, args=(theirs,))
+    owner.start()
+    keepers = ours.recv()
+    assert all(alive(pid) for pid in keepers)
+    owner.kill()
+    owner.join()
+    end = time.monotonic() + 30
+    while any(alive(pid) for pid in keepers) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(alive(pid) for pid in keepers)
+
+
+@namespaces.needed
+def test_a_command_on_a_host() -> None:
+    with Cluster(2) as hosts:
+        words = hosts.host(1).command(sys.executable, "-c", "import os; print(os.readlink('/proc/self/ns/net'))")
+        found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+        assert found == os.readlink(hosts.host(1).namespace)
+
+
+def children() -> set[int]:
+    pid = os.getpid()
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+@namespaces.needed
+def test_nothing_stays_of_a_cluster_that_cannot_be_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = children()
+    monkeypatch.setattr(cluster, "MTU", "large")
+    with pytest.raises(ValueError, match=r'ip could not set up a host \((?s:.*)"large"(?s:.*)NET_ADMIN'):
+        Cluster(2).__enter__()
+    assert children() == before
+
+
+def refused(pipe: connection.Connection) -> None:
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setuid(65534)
+    try:
+        Cluster(2).__enter__()
+    except ValueError as error:
+        pipe.send(str(error))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+def test_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: tool)
+    ours, theirs = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=refused, args=(theirs,))
+    process.start()
+    theirs.close()
+    assert ours.recv() == (
+        "no network namespace could be made (Operation not permitted): hosts need root, or a container with the "
+        "capabilities SYS_ADMIN and NET_ADMIN; leave --hosts out to run local ranks, without shaped links"
+    )
+    process.join()
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (["tc"], r"hosts are made with tc, not found here: install iproute2 \(Debian's names\), or leave --hosts out"),
+        (["ip", "nsenter"], r"hosts are made with ip, nsenter, not found here: install iproute2 and util-linux \("),
+    ],
+)
+def test_tools_are_missing(missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool in missing else f"/usr/bin/{tool}")
+    with pytest.raises(ValueError, match=said):
+        Cluster(1)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rate", "said"),
+    [
+        (0, "", "hosts=0: from 1 to 1023 hosts fit on the switch"),
+        (1024, "", "hosts=1024: from 1 to 1023"),
+        *((1, rate, f"rate='{rate}' is not a number and kbit") for rate in ("fast", "25", "25mb", "0gbit", "-1mbit")),
+        (1, "0.5kbit", "from 1kbit to 1000gbit; write 25mbit or 1.5gbit"),
+        (1, "2000gbit", "from 1kbit to 1000gbit"),
+    ],
+)
+def test_sizes_that_cannot_be(hosts: int, rate: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: tool)
+    with pytest.raises(ValueError, match=said):
+        Cluster(hosts, rate)
+
+
+def test_rates() -> None:
+    assert [bits_per_second(rate) for rate in ("64kbit", "25mbit", "1.5gbit")] == [64e3, 25e6, 1.5e9]
+
+
+def test_ranks_that_do_not_fill_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: tool)
+    with pytest.raises(ValueError, match="8 ranks cannot live 3 on each of 4 hosts; hosts × ranks per host must be"):
+        Pool(8, Cluster(4), ranks_per_host=3)
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="there is no network device 'eth99' here"):
+        sent("eth99")

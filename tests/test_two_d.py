@@ -1,0 +1,324 @@
+"""2-D and 2.5-D parallel: the step on one device, and its cost by formula."""
+
+import weakref
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from sharded import Case, batch_of, compare, relative, wrong
+from torch import Tensor
+
+from cuboid.comm import Flight, broadcast, landed, reduce
+from cuboid.config import ModelConfig
+from cuboid.cost.two_d import two_d_cost
+from cuboid.generate import Sampling, generate
+from cuboid.launch import Pool, World
+from cuboid.loss import Loss
+from cuboid.measure import count_flops, saved_for_backward
+from cuboid.mesh import Axis, Cuboid, Mesh
+from cuboid.model import Transformer
+from cuboid.nn import declared
+from cuboid.parallel import Parallel
+from cuboid.parallel.serial import Serial
+from cuboid.parallel.two_d import TwoD
+from cuboid.summa import sweep
+
+Pools = Callable[[int], Pool]
+
+GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=12, vocab=37, context=15, ffn=36, dropout=0.2)
+LLAMA = ModelConfig("llama", layers=2, hidden=24, heads=12, kv_heads=6, head_dim=4, vocab=41, ffn=48)
+HARD = Loss(label_smoothing=0.1, z_loss=0.01)
+
+
+def two_d(case: Case, mesh: Mesh) -> Parallel:
+    return TwoD(case.config, mesh)
+
+
+EXACT = [
+    Case(GPT2, Cuboid(), batch=3, seq=13, dropout=7),
+    Case(GPT2, Cuboid(1, 2, 2), batch=4, seq=13, loss=HARD, dropout=7, recompute="selective"),
+    Case(LLAMA, Cuboid(1, 2, 2), batch=6, seq=12),
+    Case(LLAMA.replace(tied=True, bias=True, kv_heads=12), Cuboid(1, 2, 2), batch=2, seq=1, recompute="full"),
+    Case(GPT2, Cuboid(2, 2, 2), batch=4, seq=13, loss=HARD, dropout=7, recompute="full"),
+    Case(LLAMA, Cuboid(2, 2, 2, order=("z", "data", "y", "x")), batch=8, seq=7, loss=HARD, recompute="selective"),
+    Case(LLAMA, Cuboid(1, 2, 2, data=2), batch=4, seq=12, loss=HARD),
+    Case(GPT2, Cuboid(1, 2, 2, 2, ("y", "x", "data", "z")), batch=8, seq=5, dropout=7),
+    Case(GPT2, Cuboid(1, 3, 3), batch=6, seq=13, loss=HARD, dropout=7),
+    Case(LLAMA.replace(dropout=0.2), Cuboid(1, 3, 3), batch=3, seq=12, dropout=7, recompute="selective"),
+    Case(GPT2.replace(tied=False, bias=False), Cuboid(3, 2, 2), batch=6, seq=13, recompute="full"),
+    Case(LLAMA.replace(layers=1), Cuboid(3, 2, 2), batch=12, seq=7, loss=HARD),
+    Case(GPT2.replace(layers=1), Cuboid(1, 4, 4), batch=8, seq=13, loss=HARD, dropout=7),
+    Case(LLAMA.replace(layers=1, kv_heads=4, vocab=9), Cuboid(1, 4, 4), batch=4, seq=7),  # one rank has no class
+]
+
+
+def name_of(case: Case) -> str:
+    return f"{case.cuboid}-{case.config.family}-b{case.batch}-s{case.seq}-{case.recompute}".replace(" × ", "-")
+
+
+@pytest.mark.parametrize("case", EXACT, ids=name_of)
+def test_step_is_the_step_on_one_device(case: Case, pool: Pools) -> None:
+    assert not wrong(pool(case.cuboid.ranks).run(compare, case, two_d)[0])
+
+
+def test_step_on_64_ranks_is_the_step_on_one_device() -> None:
+    config = ModelConfig("llama", layers=1, hidden=64, heads=8, vocab=61, ffn=64)
+    with Pool(64) as pool:
+        for cuboid, batch in ((Cuboid(1, 8, 8), 8), (Cuboid(4, 4, 4), 16)):
+            assert not wrong(pool.run(compare, Case(config, cuboid, batch, seq=6), two_d)[0]), cuboid
+
+
+# Cost
+
+
+class Counts(NamedTuple):
+    traffic: dict[str, Any]
+    flops: int
+    matrices: int
+    vectors: int
+    saved: int
+
+
+def counted(world: World, case: Case, compute: torch.dtype | None) -> tuple[Counts, Counts]:
+    """What a step does, and what the formulas say."""
+    mesh = Mesh(case.cuboid, world.rank)
+    parallel = TwoD(case.config, mesh, compute)
+    model, place = Transformer(parallel, case.seed, recompute=case.recompute), parallel.place(case.batch, case.seq)
+    tokens, targets = batch_of(case)
+    with count_flops() as flops:
+        with saved_for_backward(model) as saved:
+            loss = model(place.take(tokens, 0), place.take(targets, -100), place, case.loss, case.dropout)
+        held = saved.bytes
+        loss.backward()
+    mesh.close()
+    sizes = [sum(p.nbytes for p in model.parameters() if (p.dim() > 1) == matrix) for matrix in (True, False)]
+    size = 4 if compute is None else compute.itemsize
+    cost = two_d_cost(case.config, case.cuboid, mesh.coordinates, case.batch, case.seq, 4, size, case.recompute)
+    found = Counts(mesh.ledger.counts(), flops.get_total_flops(), *sizes, held)
+    return found, Counts(cost.counts(), cost.flops, cost.matrices, cost.vectors, cost.saved)
+
+
+@pytest.mark.parametrize(("case", "compute"), list(zip(EXACT, cycle([None, torch.bfloat16]))))
+def test_counts_are_the_formulas(case: Case, compute: torch.dtype | None, pool: Pools) -> None:
+    for found, predicted in pool(case.cuboid.ranks).run(counted, case, compute):
+        assert found == predicted
+
+
+def test_a_layer_moves_what_the_paper_says() -> None:
+    """Optimus: over z X goes round twice and dX once, over y W twice and dW once, each as q blocks to q - 1 ranks."""
+    q, tokens, config = 4, 2 * 12, LLAMA.replace(kv_heads=4)
+    cuboid = Cuboid(1, q, q)
+    one, two = (two_d_cost(config.replace(layers=n), cuboid, cuboid.coordinates(0), 2 * q, 12).counts() for n in (1, 2))
+    d, into = config.hidden, (config.q_dim + 2 * config.kv_dim, 2 * config.ffn)
+    products = [(d, into[0]), (config.q_dim, d), (d, into[1]), (config.ffn, d)]
+    X, W = sum(tokens * k // q for k, _ in products), sum(n * k // q**2 for k, n in products)
+    for axis, block in (("z", X), ("y", W)):
+        for kind, times in (("broadcast", 2), ("reduce", 1)):
+            assert two[axis][kind][1] - one[axis][kind][1] == times * block * (q - 1) * 4
+
+
+class Watch:
+    """Makes tensors and knows how many of them were alive at once."""
+
+    def __init__(self) -> None:
+        self.alive: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def make(self) -> Tensor:
+        tensor = torch.empty(3)
+        self.alive = [ref for ref in (*self.alive, weakref.ref(tensor)) if ref() is not None]
+        self.most = max(self.most, len(self.alive))
+        return tensor
+
+
+def test_two_turns_are_alive_at_most() -> None:
+    blocks, sums = Watch(), Watch()
+
+    def summed_elsewhere(i: int, block: Tensor) -> list[Flight]:
+        partial = sums.make()
+        return [Flight(None, lambda: partial[:0].clone())]
+
+    assert len(sweep(6, lambda i: [landed(blocks.make())], summed_elsewhere)) == 6
+    assert (blocks.most, sums.most) == (2, 2)
+
+
+# The two collectives that are here alone
+
+
+def rooted(world: World, size: int) -> None:
+    """Broadcasts from and reduces to every rank of a line, all under way at once, of values whose sum bf16 rounds."""
+    mesh = Mesh(Cuboid(1, size, 2), world.rank)
+    y, at = mesh.y, range(size)
+
+    def value(i: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.full((i + 1, 5), 256.0 if i == 0 else 1.0, dtype=dtype)  # the ranks' shapes differ
+
+    visits = [broadcast(value(y.index), y, i, (i + 1, 5)) for i in at]
+    sums = [
+        reduce(value(y.index, dtype)[:1], y, i, torch.float32) for i in at for dtype in (torch.float64, torch.bfloat16)
+    ]
+    nothing = broadcast(value(0)[:0], y, 0, (0, 5)).wait(), reduce(value(0)[:0], y, 0).wait()
+    assert [tuple(each.shape) for each in nothing] == [(0, 5), (0, 5)]
+    for i, flight in enumerate(visits):
+        assert torch.equal(flight.wait(), value(i))
+    for i, flight in enumerate(sums):
+        expected = torch.full((1, 5), 255.0 + size) if i // 2 == y.index else torch.empty(0)
+        assert torch.equal(flight.wait(), expected)
+    sent = [5 * (i + 1) * 8 * (size - 1) // size for i in at]
+    wide = 5 * 8 * (size - 1) // size
+    narrow = 5 * (2 if size == 2 else 4) * (size - 1) // size  # more than two ranks add in fp32 on the way
+    counts = {"broadcast": (size, sum(sent)), "reduce": (2 * size, size * (wide + narrow))}
+    assert mesh.ledger.counts() == {"y": counts}
+    mesh.close()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_broadcast_and_reduce(size: int, pool: Pools) -> None:
+    pool(2 * size).run(rooted, size)
+
+
+def over_one(world: World) -> bool:
+    x, axis = torch.ones(3), Axis("x", 1, 0)
+    return broadcast(x, axis, 0, x.shape).wait() is x and reduce(x, axis, 0).wait() is x and not axis.ledger.entries
+
+
+def test_over_an_axis_of_one_nothing_is_launched_or_copied(pool: Pools) -> None:
+    assert all(pool(2).run(over_one))
+
+
+# Uses other than training in fp64
+
+
+def rounding(world: World, case: Case) -> dict[str, float]:
+    """How far gradients are from one device's when products are in bf16, relative to its whole gradient."""
+    mesh, (tokens, targets) = Mesh(case.cuboid, world.rank), batch_of(case)
+    models = []
+    for parallel in (TwoD(case.config, mesh, torch.bfloat16), Serial(case.config)):
+        model, place = Transformer(parallel, case.seed), parallel.place(case.batch, case.seq)
+        model(place.take(tokens, 0), place.take(targets, -100), place, case.loss).backward()
+        models.append(model)
+    mine, whole = models
+    mesh.close()
+    least = whole.gradient_norm().item()
+    return {
+        name: relative(
+            parameter.grad, d.spec.take(whole.get_parameter(name).grad, mesh.cuboid, mesh.coordinates), least
+        )
+        for name, parameter, d in declared(mine)
+    }
+
+
+@pytest.mark.parametrize("case", [EXACT[2], EXACT[8]], ids=name_of)
+def test_products_in_bf16(case: Case, pool: Pools) -> None:
+    for errors in pool(case.cuboid.ranks).run(rounding, case):
+        assert not wrong(errors, 0.03)
+        assert wrong(errors, 1e-5)  # and bf16 they are
+
+
+def differentiated(world: World, config: ModelConfig, cuboid: Cuboid) -> dict[str, float]:
+    """The gradients of logits that are used for something else than the loss, against one device's."""
+    mesh = Mesh(cuboid, world.rank)
+    batch = cuboid.x * cuboid.y
+    tokens = torch.arange(batch * 6).view(batch, 6) % config.vocab
+    grads = []
+    for parallel in (TwoD(config, mesh), Serial(config)):
+        model, place = Transformer(parallel, dtype=torch.float64), parallel.place(batch, 6)
+        weight = torch.randn(6, batch, config.vocab, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        s, b, v = place.logits
+        (model.logits(place.take(tokens, 0), place) * weight[s[:, None, None], b[:, None], v]).sum().backward()
+        grads.append({name: (d.spec, parameter.grad) for name, parameter, d in declared(model)})
+    mesh.close()
+    mine, whole = grads
+    return {
+        name: relative(grad, spec.take(whole[name][1], cuboid, mesh.coordinates), 1e-3)
+        for name, (spec, grad) in mine.items()
+    }
+
+
+def test_logits_are_differentiable(pool: Pools) -> None:
+    for errors in pool(8).run(differentiated, GPT2, Cuboid(2, 2, 2)):
+        assert not wrong(errors)
+
+
+def evaluated(world: World, case: Case) -> tuple[float, float, bool]:
+    """The loss of a batch with gradients and without, and whether the latter sent no gradient."""
+    mesh = Mesh(case.cuboid, world.rank)
+    parallel = TwoD(case.config, mesh)
+    model, place = Transformer(parallel), parallel.place(case.batch, case.seq)
+    tokens, targets = batch_of(case)
+    mine = place.take(tokens, 0), place.take(targets, -100)
+    with_gradients = model(*mine, place, case.loss).item()
+    mesh.ledger.reset()
+    with torch.no_grad():
+        without = model(*mine, place, case.loss).item()
+    mesh.close()
+    return with_gradients, without, "reduce" not in mesh.ledger.counts()["y"]
+
+
+def test_evaluation_sends_no_gradients(pool: Pools) -> None:
+    for with_gradients, without, silent in pool(4).run(evaluated, EXACT[2]):
+        assert with_gradients == without
+        assert silent
+
+
+def tokens_of(world: World, config: ModelConfig, cuboid: Cuboid) -> tuple[list[int], list[int]]:
+    mesh = Mesh(cuboid, world.rank)
+    models = [Transformer(parallel, dtype=torch.float64) for parallel in (TwoD(config, mesh), Serial(config))]
+    found, wanted = (list(generate(model, [3, 1, 4], 6, Sampling(0))) for model in models)
+    mesh.close()
+    return found, wanted
+
+
+@pytest.mark.parametrize("config", [GPT2.replace(tied=False), LLAMA], ids=["gpt2", "llama"])
+def test_text_with_a_cache(config: ModelConfig, pool: Pools) -> None:
+    for found, wanted in pool(8).run(tokens_of, config.replace(init_std=0.3), Cuboid(2, 2, 2)):
+        assert found == wanted
+        assert len(set(wanted)) > 2  # not one token over and over
+
+
+def refused(world: World, config: ModelConfig, cuboid: Cuboid, batch: int) -> tuple[str, dict[str, Any]]:
+    mesh = Mesh(cuboid, world.rank)
+    try:
+        TwoD(config, mesh).place(batch, seq=4)
+    except ValueError as error:
+        return str(error), mesh.ledger.counts()
+    finally:
+        mesh.close()
+    return "not refused", {}
+
+
+SQUARE = Cuboid(1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "cuboid", "batch", "text"),
+    [
+        (
+            GPT2,
+            Cuboid(1, 4, 1),
+            4,
+            "cuboid (1,4,1) has y=4 and z=1, but 2-D parallel needs a square of ranks; use y = z",
+        ),
+        (GPT2, Cuboid(1, 1, 4), 4, "cuboid (1,1,4) has y=1 and z=4"),
+        (GPT2.replace(hidden=33, heads=3, kv_heads=3), SQUARE, 2, "hidden=33 cannot be cut into z=2; use hidden 34"),
+        (
+            GPT2.replace(heads=3, kv_heads=3),
+            SQUARE,
+            2,
+            "heads=3 cannot be cut into z=2; use heads 4, or y = z one of [1]",
+        ),
+        (LLAMA.replace(kv_heads=3), SQUARE, 2, "kv_heads=3 cannot be cut into z=2; use kv_heads 4"),
+        (GPT2.replace(ffn=35), SQUARE, 2, "ffn=35 cannot be cut into z=2; use ffn 36"),
+        (GPT2, SQUARE, 3, "batch=3 cannot be cut into data·x·y=2; use batch 4"),
+        (GPT2, Cuboid(2, 1, 1, data=2), 6, "batch=6 cannot be cut into data·x·y=4; use batch 8"),
+    ],
+)
+def test_refused(config: ModelConfig, cuboid: Cuboid, batch: int, text: str, pool: Pools) -> None:
+    for message, traffic in pool(4).run(refused, config, cuboid, batch):
+        assert message.startswith(text)
+        assert not traffic
+    with pytest.raises(ValueError) as refusal:
+        two_d_cost(config, cuboid, cuboid.coordinates(0), batch, 4)
+    assert str(refusal.value).startswith(text)
