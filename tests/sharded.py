@@ -23,6 +23,7 @@ from cuboid.nn import declared
 from cuboid.parallel import Index, Parallel
 from cuboid.parallel.cuboid import CuboidParallel, Policy
 from cuboid.parallel.serial import Serial
+from cuboid.schedule import PREFETCH, Schedule
 
 EXACT = 1e-9  # relative, in fp64
 
@@ -38,6 +39,7 @@ class Case:
     dropout: int | None = None  # the seed, if there is to be any
     recompute: Recompute = "none"
     seed: int = 1
+    schedule: Schedule = PREFETCH
 
 
 class Outcome(NamedTuple):
@@ -83,7 +85,7 @@ def compare(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel]
 def step(parallel: Parallel, case: Case) -> Outcome:
     """One forward and backward of the case's model and batch."""
     mesh, loss = parallel.mesh, case.loss
-    model = Transformer(parallel, case.seed, torch.float64, case.recompute)
+    model = Transformer(parallel, case.seed, torch.float64, case.recompute, case.schedule)
     parameters = {name: parameter for name, parameter, _ in declared(model)}
     specs = {name: declaration.spec for name, _, declaration in declared(model)}
     initial = {name: parameter.detach().clone() for name, parameter in parameters.items()}

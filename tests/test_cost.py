@@ -8,10 +8,12 @@ from cuboid.config import ModelConfig
 from cuboid.loss import Loss
 from cuboid.mesh import Cuboid, factorisations
 from cuboid.parallel.cuboid import Policy
+from cuboid.schedule import Schedule
 from cuboid.verify import Case, verify
 
 GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=24, vocab=37, context=16, ffn=40, dropout=0.1)
 LLAMA = ModelConfig("llama", layers=1, hidden=24, heads=24, kv_heads=4, vocab=41, context=16, ffn=36, head_dim=2)
+HALVES = Schedule(halves=True)
 OPTIONS = cycle(
     [
         (GPT2, 12, "fp64", Policy(head_elements=64), "none"),
@@ -27,6 +29,9 @@ CASES = [
     for cuboid, (config, batch, dtype, policy, recompute) in zip(factorisations(ranks), OPTIONS, strict=False)
 ] + [
     Case(GPT2, Cuboid(2, 3, 2), 12, 13),
+    Case(GPT2, Cuboid(2, 3, 2), 12, 13, schedule=HALVES),
+    Case(LLAMA, Cuboid(1, 2, 2), 4, 13, policy=Policy("retain"), recompute="full", schedule=HALVES),
+    Case(LLAMA, Cuboid(4, 2, 1), 4, 16, recompute="selective", schedule=HALVES),
     Case(LLAMA, Cuboid(2, 1, 2, data=2), 4, 13),
     Case(GPT2, Cuboid(1, 3, 1, data=2), 2, 13, recompute="selective"),
 ]

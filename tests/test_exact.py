@@ -18,6 +18,7 @@ from cuboid.launch import Pool
 from cuboid.loss import Loss
 from cuboid.mesh import AXES, Cuboid, factorisations
 from cuboid.parallel.cuboid import Policy
+from cuboid.schedule import OFF, PREFETCH, Schedule
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "family": ("gpt2", "llama", "llama3"),
@@ -35,6 +36,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "weights": ("regather", "retain"),
     "head": ("whole", "chunks"),
     "recompute": ("none", "selective", "full"),
+    "schedule": (OFF, PREFETCH, Schedule(halves=True), Schedule(prefetch=False, halves=True)),
     "smoothing": (0.0, 0.1),
     "z_loss": (0.0, 0.01),
     "ignore": (-100, 2),  # outside the vocabulary, and within
@@ -120,6 +122,7 @@ def case_of(grid: Cuboid, choice: Choice, seed: int) -> Case:
         dropout=7 if c["dropout"] else None,
         recompute=c["recompute"],
         seed=seed,
+        schedule=c["schedule"],
     )
 
 

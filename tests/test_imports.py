@@ -22,6 +22,7 @@ CORE = (
     "activation",
     "attention",
     "comm",
+    "schedule",
     "weights",
     "product",
     "norm",

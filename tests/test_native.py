@@ -174,6 +174,28 @@ def test_the_formula_is_what_the_kernel_counts() -> None:
             assert shipped[0][1] > 1.2 * ideal[0][1]
 
 
+def again_and_again(world: World) -> list[float]:
+    """The loss of one model after another, each ended before the next, as shipped and ideal in turn."""
+    losses, (tokens, targets) = [], batch_of(GPT2)
+    for ideal in (False, True, False, True):
+        native = Native(GPT2, world, 2, 2, ideal=ideal)
+        ledger = Ledger()
+        with native.tally(ledger):
+            loss = native.loss(tokens, targets)
+            loss.backward()
+        assert ("all_to_all" in ledger.counts()["tp"]) == ideal
+        assert ("reduce_scatter" in ledger.counts()["tp"]) != ideal
+        losses.append(loss.item())
+        native.close()
+    return losses
+
+
+def test_models_do_not_disturb_each_other(pool) -> None:
+    """DTensor remembers meshes and placements that it takes for equal."""
+    losses = pool(4).run(again_and_again)[0]
+    assert losses == pytest.approx(losses[:1] * 4, rel=1e-5)
+
+
 def built(world: World, config: ModelConfig, fsdp: int, tp: int) -> None:
     Native(config, world, fsdp, tp)
 

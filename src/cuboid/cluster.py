@@ -5,8 +5,8 @@
     host 2: eth0 ═══ port2 ┘
 
 What a host sends is shaped at its eth0, what it receives at its port, both to the same rate. A process that only sleeps
-keeps each namespace; it is killed when its parent ends, however that ends, and with the last process in it the kernel
-removes a namespace and all its links. So nothing is ever left behind, and nothing shows among the machine's own.
+keeps the namespaces open. It is killed when its parent ends, however that ends, and the kernel removes a namespace that
+nobody has open, with all its links. So nothing is ever left behind, and nothing shows among the machine's own.
 """
 
 import ctypes
@@ -16,14 +16,14 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 MTU = 9000  # few frames a second, yet none that keeps a slow link busy for long
-MOST_HOSTS = 1023  # ports of a bridge
+MOST_HOSTS = 1000  # a bridge has 1023 ports, a process 1024 files
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}  # and the Debian packages that have them
 WITHOUT = "leave --hosts out to run local ranks, without shaped links"
@@ -56,18 +56,14 @@ def bits_per_second(rate: str) -> float:
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace, by the process that keeps it, and the host's address on the switch."""
+    """A namespace, by the file that stands for it, and the host's address on the switch."""
 
-    keeper: int
+    namespace: str
     address: str
 
     @property
     def mac(self) -> str:
         return "02:00" + "".join(f":{int(part):02x}" for part in self.address.split("."))
-
-    @property
-    def namespace(self) -> str:
-        return f"/proc/{self.keeper}/ns/net"
 
     def enter(self) -> None:
         """Move this process here for good. Right after a fork: only the calling thread moves, and those it starts."""
@@ -91,7 +87,7 @@ class Host:
 class Cluster:
     """Hosts 0 … `hosts`−1, there while its context is open. `rate` is each link's, such as "25mbit"; "" is unshaped.
 
-    Open it in the main thread: the keepers of the namespaces end with the thread that forked them.
+    Open it in the main thread: the keeper of the namespaces ends with the thread that forked it.
     """
 
     def __init__(self, hosts: int, rate: str = "") -> None:
@@ -105,27 +101,31 @@ class Cluster:
                 f"or {WITHOUT}"
             )
         self.size, self.rate, self._shape = hosts, rate, _shape(rate)
+        self.keeper = 0
         self._hosts: list[Host] = []
-        self._cleanup = ExitStack()
 
     def host(self, i: int) -> Host:
         assert self._hosts, "the cluster is not open"
         return self._hosts[i]
 
     def __enter__(self) -> "Cluster":
-        with ExitStack() as cleanup:
-            keepers = _keep_namespaces(self.size + 1, cleanup)
-            switch, *hosts = (Host(keeper, f"10.77.{i >> 8}.{i & 255}") for i, keeper in enumerate(keepers))
+        self.keeper = _fork_keeper(self.size + 1)
+        files = (f"/proc/{self.keeper}/fd/{1 + i}" for i in range(self.size + 1))
+        switch, *hosts = (Host(file, f"10.77.{i >> 8}.{i & 255}") for i, file in enumerate(files))
+        try:
             self._set_up(switch, _switch(hosts), (f"port{i}" for i in range(self.size)))
             for host in hosts:
                 self._set_up(host, _links(host, hosts), ["eth0"])
                 _wait_for_answers(host)
-            self._hosts, self._cleanup = hosts, cleanup.pop_all()
+        except BaseException:
+            _end(self.keeper)
+            raise
+        self._hosts = hosts
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._hosts = []
-        self._cleanup.close()
+        _end(self.keeper)
 
     def _set_up(self, host: Host, links: Iterable[str], shaped: Iterable[str]) -> None:
         _batch(host, "ip", links)
@@ -146,7 +146,7 @@ def _switch(hosts: list[Host]) -> Iterator[str]:
     yield f"link add name bridge mtu {MTU} type bridge"
     yield "link set dev bridge up"
     for i, host in enumerate(hosts):
-        eth0 = f"name eth0 address {host.mac} mtu {MTU} netns {host.keeper}"
+        eth0 = f"name eth0 address {host.mac} mtu {MTU} netns {host.namespace}"
         yield f"link add name port{i} mtu {MTU} type veth peer {eth0}"
         yield f"link set dev port{i} master bridge up"
 
@@ -175,45 +175,53 @@ def _batch(host: Host, tool: str, lines: Iterable[str]) -> None:
         raise ValueError(f"{tool} could not set up a host ({done.stderr.strip()}): {RIGHTS}")
 
 
-def _keep_namespaces(count: int, cleanup: ExitStack) -> list[int]:
-    """Fork processes that each make a network namespace and keep it until killed, in `cleanup`; their ids."""
-    answers, tell = os.pipe()
-    keepers = []
-    for _ in range(count):
-        keepers.append(_fork_keeper(tell))
-        cleanup.callback(_end, keepers[-1])
+def _fork_keeper(count: int) -> int:
+    """A process that makes network namespaces and has them open, as its files 1 … count, until killed; its id."""
+    answer, tell = os.pipe()
+    parent, keeper = os.getpid(), os.fork()
+    if keeper == 0:
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # Ctrl-C is for the parent
+            _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() == parent:  # else it has ended already, and no signal comes
+                os.dup2(tell, 0)
+                os.closerange(1, os.sysconf("SC_OPEN_MAX"))  # whoever reads a pipe of the parent's must see it close
+                os.write(0, bytes([_make_namespaces(count)]))
+                os.close(0)
+                signal.pause()
+        finally:
+            os._exit(1)
     os.close(tell)
-    with open(answers, "rb") as pipe:
-        errors = pipe.read()
-    if any(errors):
-        raise ValueError(f"no network namespace could be made ({os.strerror(max(errors))}): {RIGHTS}")
-    assert len(errors) == count, "a keeper has died"
-    return keepers
+    with open(answer, "rb") as pipe:
+        error = pipe.read()
+    if error != b"\0":
+        _end(keeper)
+        reason = os.strerror(error[0]) if error else "its keeper has died"
+        raise ValueError(f"no network namespace could be made ({reason}): {RIGHTS}")
+    return keeper
 
 
-def _fork_keeper(tell: int) -> int:
-    """Of one namespace: it writes the error's number or 0, and sleeps."""
-    parent, libc = os.getpid(), ctypes.CDLL(None, use_errno=True)
-    keeper = os.fork()
-    if keeper:
-        return keeper
+def _make_namespaces(count: int) -> int:
+    """Open as files, the lowest there are; 0 or the number of the error."""
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # Ctrl-C is for the parent
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:  # else it has ended already, and no signal comes
-            os.write(tell, bytes([ctypes.get_errno() if libc.unshare(CLONE_NEWNET) else 0]))
-            os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # whoever reads a pipe of the parent's must see it close
-            signal.pause()
-    finally:
-        os._exit(1)
+        for _ in range(count):
+            _call("unshare", CLONE_NEWNET)
+            os.open("/proc/self/ns/net", os.O_RDONLY)
+    except OSError as error:
+        return error.errno or 255
+    return 0
 
 
 def _setns(namespace: str) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
     with open(namespace) as file:
-        if libc.setns(file.fileno(), CLONE_NEWNET):
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error), namespace)
+        _call("setns", file.fileno(), CLONE_NEWNET)
+
+
+def _call(name: str, *args: int) -> None:
+    """A function of the C library that Python has no name for."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args):
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
 def _end(keeper: int) -> None:

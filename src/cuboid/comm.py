@@ -52,6 +52,9 @@ class Flight:
         self._work, self._result, self._entry, self._axis = work, result, entry, axis
         if work is not None and entry is not None:
             self._clock_start(work, entry)
+        if work is not None and axis is not None and not axis.overlap:
+            self._clock_wait(work)
+            self._work = None
 
     def wait(self) -> Tensor:
         if self._work is not None:
@@ -135,8 +138,17 @@ def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> F
         return Flight(work, lambda: mine.to(dtype), entry, axis)
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-    sum_in = torch.promote_types(x.dtype, torch.float32)
-    return Flight(work, lambda: parts.view(axis.size, *part).sum(0, dtype=sum_in).to(dtype), entry, axis)
+    return Flight(work, lambda: _sum(parts.view(axis.size, *part)).to(dtype), entry, axis)
+
+
+def _sum(parts: Tensor) -> Tensor:
+    """Over dim 0, in fp32 or better, first to last whatever the shape: `torch.sum` adds in another order at a tensor's
+    end, and ranks that hold the same value at different places would then disagree about its last bit."""
+    first, second, *rest = parts
+    total = first.to(torch.promote_types(parts.dtype, torch.float32)) + second  # of its own, not part of the buffer
+    for part in rest:
+        total += part
+    return total
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Flight:

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -76,8 +75,8 @@ class Memory(TorchDispatchMode):
         return dict(total)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types):
-            return NotImplemented  # a wrapper: it comes again with the tensors inside
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # a wrapper such as DTensor: it comes again with the tensors inside
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
             if type(each) in (Tensor, nn.Parameter):  # wrappers and fake tensors hold no memory

@@ -99,33 +99,41 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None = None
     ledger: Ledger = field(default_factory=Ledger, compare=False)
+    overlap: bool = True  # False: a collective is awaited where it is launched
 
 
 class Mesh:
     """The axes of a cuboid as `rank` sees them, with a process group for each axis longer than one.
 
     Every rank of the world must make the same meshes in the same order: making a group is itself collective. A rank
-    that wants a mesh of its own asks for one `alone`.
+    that wants a mesh of its own asks for one `alone`. Without `overlap`, for comparison, nothing is hidden.
     """
 
     #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.
     NESTING = ("data", "y", "z", "x")
 
-    def __init__(self, cuboid: Cuboid, rank: int = 0, device: torch.device | str = "cpu", alone: bool = False) -> None:
+    def __init__(
+        self,
+        cuboid: Cuboid,
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        alone: bool = False,
+        overlap: bool = True,
+    ) -> None:
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if world != cuboid.ranks:
             raise ValueError(
                 f"cuboid {cuboid} needs x·y·z·data = {cuboid.ranks} ranks but {world} were started; "
                 f"start {cuboid.ranks} ranks or choose sizes whose product is {world}"
             )
-        self.cuboid, self.rank, self.device = cuboid, rank, torch.device(device)
+        self.cuboid, self.rank, self.device, self.overlap = cuboid, rank, torch.device(device), overlap
         self.ledger = Ledger()
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
         for name, size in cuboid.sizes.items():
             group = self._group(name, size) if size > 1 else None
-            setattr(self, name, Axis(name, size, self.coordinates[name], group, self.ledger))
-        self.world = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, self.ledger)
+            setattr(self, name, Axis(name, size, self.coordinates[name], group, self.ledger, overlap))
+        self.world = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, self.ledger, overlap)
         self._parts_of_x: dict[int, Axis] = {}
 
     data: Axis
@@ -154,7 +162,7 @@ class Mesh:
             return self.x
         if size not in self._parts_of_x:
             group = self._group("x", self.x.size, self.x.size // size) if size > 1 else None
-            self._parts_of_x[size] = Axis("x", size, self.x.index % size, group, self.ledger)
+            self._parts_of_x[size] = Axis("x", size, self.x.index % size, group, self.ledger, self.overlap)
         return self._parts_of_x[size]
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The Transformer, written once for every `Parallel`."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +13,7 @@ from cuboid.loss import Loss
 from cuboid.nn import Block, Norm, Table, declared, initialise, recomputed
 from cuboid.parallel import Parallel, Place
 from cuboid.randomness import key_of
+from cuboid.schedule import PREFETCH, Schedule, in_step
 
 #: What backward computes again rather than keep: nothing, attention, or everything inside a block.
 Recompute = Literal["none", "selective", "full"]
@@ -31,12 +32,13 @@ class Transformer(nn.Module):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         recompute: Recompute = "none",
+        schedule: Schedule = PREFETCH,
     ) -> None:
         super().__init__()
         if recompute not in get_args(Recompute):
             raise ValueError(f"recompute={recompute!r} is not one of {', '.join(get_args(Recompute))}")
         c = self.config = parallel.config
-        self.parallel, self.recompute = parallel, recompute
+        self.parallel, self.recompute, self.schedule = parallel, recompute, schedule
         self.embed = Table(parallel, c.vocab, c.hidden, c.init_std)
         self.positions = None if c.rotary else Table(parallel, c.context, c.hidden, c.init_std)
         self.blocks = nn.ModuleList(Block(parallel, str(i), recompute == "selective") for i in range(c.layers))
@@ -46,9 +48,12 @@ class Transformer(nn.Module):
             parameter.data = parameter.data.to(dtype)
         initialise(self, seed)
         parts = [part for part in (self.embed, self.positions, *self.blocks, self.norm, self.head) if part is not None]
-        self._buckets = {
-            part: parallel.bucket([(parameter, d.spec) for _, parameter, d in declared(part)]) for part in parts
-        }
+        self._buckets: dict[nn.Module, Any] = {}
+        self._order = [*self.blocks, self.norm]  # forward's; backward's is its reverse
+        for part in parts:
+            i = self._order.index(part) if schedule.prefetch and part in self._order else 0
+            before = self._buckets[self._order[i - 1]] if i else None
+            self._buckets[part] = parallel.bucket([(p, d.spec) for _, p, d in declared(part)], before)
 
     def forward(
         self, tokens: Tensor, targets: Tensor, place: Place, loss: Loss = Loss(), dropout: int | None = None
@@ -88,29 +93,41 @@ class Transformer(nn.Module):
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
         """The residual stream after the last norm."""
-        X = self._embed(opened, tokens, place)
+        places, parts = [place], [tokens]
+        if self.schedule.halves and len(place.samples) % 2 == 0 and caches is None:
+            places, parts = list(place.halves()), list(tokens.chunk(2, 1))
+        Xs = self._embed(opened, parts, places)
         if dropout is not None:
-            X = self.parallel.dropout(X, key_of(dropout, "embed"), place)
+            key = key_of(dropout, "embed")
+            Xs = [self.parallel.dropout(X, key, at) for X, at in zip(Xs, places, strict=True)]
 
-        def through(block: nn.Module, X: Tensor, cache: Cache | None = None) -> Tensor:
+        def through(block: nn.Module, cache: Cache | None, *Xs: Tensor) -> list[Tensor]:
             with self._weights(opened, block) as W:  # inside, so that a recomputation gathers too and nothing is kept
-                return run(block(X, W, place, dropout, cache))
+                return in_step([block(X, W, at, dropout, cache) for X, at in zip(Xs, places, strict=True)])
 
         for i, block in enumerate(self.blocks):
+            self._prefetch(i)
             if self.recompute == "full" and torch.is_grad_enabled():
-                X = recomputed(through, block, X)
+                Xs = recomputed(through, block, None, *Xs)
             else:
-                X = through(block, X, caches[i] if caches else None)
+                Xs = through(block, caches[i] if caches else None, *Xs)
+        self._prefetch(len(self.blocks))
         with self._weights(opened, self.norm) as W:
-            return run(self.norm(X, W))
+            return run(self.norm(Xs[0] if len(Xs) == 1 else torch.cat(Xs, 1), W))
 
-    def _embed(self, opened: dict[nn.Module, Any], tokens: Tensor, place: Place) -> Tensor:
-        with self._weights(opened, self.embed) as W:
-            if self.positions is None:
-                return run(self.parallel.embed(tokens, [(W, self.embed.weight)], place))
-            with self._weights(opened, self.positions) as P:
-                tables = [(W, self.embed.weight), (P, self.positions.weight)]
-                return run(self.parallel.embed(tokens, tables, place))
+    def _prefetch(self, i: int) -> None:
+        """Have the weights of a part and of the next one on their way."""
+        if self.schedule.prefetch:
+            for part in [*self._order, self._classifier][i : i + 2]:
+                self.parallel.prefetch(self._buckets[part])
+
+    def _embed(self, opened: dict[nn.Module, Any], parts: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
+        with self._weights(opened, self.embed) as W, ExitStack() as stack:
+            tables = [(W, self.embed.weight)]
+            if self.positions is not None:
+                P = stack.enter_context(self._weights(opened, self.positions))
+                tables.append((P, self.positions.weight))
+            return in_step([self.parallel.embed(ids, tables, place) for ids, place in zip(parts, places, strict=True)])
 
     @torch.no_grad()
     def gradient_square(self) -> Tensor:

@@ -161,7 +161,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *dYs: Tensor) -> tuple[Tensor, None]:
         call = ctx.call
         call.dY = [all_gather(dY, call.k) for dY in dYs]
-        call.bucket.launch("backward")
+        call.bucket.launch_backward()
         return token(dYs[0]), None
 
 

@@ -21,6 +21,7 @@ from cuboid.parallel import Parallel, Place
 from cuboid.parallel.cuboid import CuboidParallel, Policy
 from cuboid.parallel.serial import Serial
 from cuboid.randomness import key_of, normal
+from cuboid.schedule import PREFETCH, Schedule
 
 #: Storage, arithmetic, and how far a tensor may be from serial's, relative to its norm.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None, float]] = {
@@ -51,6 +52,7 @@ class Case:
     loss: Loss = Loss()
     recompute: Recompute = "none"
     seed: int = 0
+    schedule: Schedule = PREFETCH
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -61,7 +63,8 @@ class Case:
         storage, compute, _ = DTYPES[self.dtype]
         sizes = storage.itemsize, (compute or storage).itemsize
         at = self.cuboid.coordinates(rank)
-        return step_cost(self.config, self.cuboid, at, self.batch, self.seq, self.policy, self.recompute, *sizes)
+        settings = self.policy, self.recompute, *sizes, self.schedule
+        return step_cost(self.config, self.cuboid, at, self.batch, self.seq, *settings)
 
 
 @dataclass
@@ -139,7 +142,7 @@ def unsettle(model: Transformer, seed: int) -> None:
 
 def measure(case: Case, parallel: Parallel) -> Measured:
     storage, _, _ = DTYPES[case.dtype]
-    model = Transformer(parallel, case.seed, storage, case.recompute)
+    model = Transformer(parallel, case.seed, storage, case.recompute, case.schedule)
     unsettle(model, case.seed)
     place = parallel.place(case.batch, case.seq)
     device = parallel.mesh.device

@@ -38,10 +38,11 @@ class Bucket:
         dtype: torch.dtype | None = None,
         retain: bool = False,
         in_flight: "deque[Bucket] | None" = None,
+        before: "Bucket | None" = None,
     ) -> None:
         self.parameters = [parameter for parameter, _ in parameters]
         self.specs = [spec for _, spec in parameters]
-        self.mesh, self.dtype, self.retain = mesh, dtype, retain
+        self.mesh, self.dtype, self.retain, self.before = mesh, dtype, retain, before
         self._in_flight = deque() if in_flight is None else in_flight
         self._index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._whole: list[Tensor] | None = None
@@ -70,6 +71,12 @@ class Bucket:
         if self._whole is None and self._flight is None and self._gathers:
             self._flight = all_gather(self._pack(), self.mesh.x)
 
+    def launch_backward(self) -> None:
+        """The same in backward, and the weights that backward will need after these as well."""
+        self.launch("backward")
+        if self.before is not None:
+            self.before.launch("backward")
+
     def whole(self) -> list[Tensor]:
         if self._whole is None:
             parts = None
@@ -80,7 +87,7 @@ class Bucket:
 
     def again(self, parameter: nn.Parameter) -> Tensor:
         """In backward: the whole weight's value once more."""
-        self.launch("backward")
+        self.launch_backward()
         return self.whole()[self.index(parameter)]
 
     def release(self, holder: Holder) -> None:

@@ -196,8 +196,7 @@ def every(problem: Problem, ranks: int) -> Iterator[Contestant]:
         yield Contestant("cuboid", shape)
     for tp in (p for p in range(1, ranks + 1) if ranks % p == 0 and problem.batch % (ranks // p) == 0):
         yield Contestant("native", Cuboid(ranks // tp, tp, 1))
-        if tp < ranks:
-            yield Contestant("native ideal", Cuboid(ranks // tp, tp, 1))
+        yield Contestant("native ideal", Cuboid(ranks // tp, tp, 1))
 
 
 def possible(contestants: Iterable[Contestant], problem: Problem) -> list[Contestant]:

@@ -21,7 +21,7 @@ Counts = dict[str, dict[str, tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Count:
-    """Of one step, on one rank: what does not depend on the clock. FLOPs and the peak are rank 0's, else 0."""
+    """Of one step, on one rank: what does not depend on the clock. The peak is rank 0's, else 0."""
 
     loss: float
     traffic: Counts  # (calls, bytes) per axis and collective
@@ -48,24 +48,24 @@ class Times:
 
 
 def count(world: World, contestant: Contestant, problem: Problem) -> Count:
-    """Two steps, one under rank 0's memory meter and one under its FLOP counter, which holds on to tensors. They slow a
-    rank down much, so the others go without."""
+    """One step, under rank 0's memory meter, which slows a rank down, so the others go without. The FLOP counter holds
+    on to tensors, so native, whose FLOPs have no formula, takes a second one."""
     runner, metered = contestant.runner(problem, world), world.rank == 0
-    memory, flops = Memory(runner.module), count_flops()
+    memory, predicted = Memory(runner.module), contestant.cost(problem, world.rank)
     try:
-        with memory if metered else nullcontext():
-            runner.forward(*problem.data()).backward()
-        runner.optimizer.zero_grad()
-        runner.ledger.reset()
-        with flops if metered else nullcontext(), runner.counted():
+        with memory if metered else nullcontext(), runner.counted():
             loss = runner.forward(*problem.data())
             loss.backward()
-        traffic = runner.ledger.counts()
+        traffic, flops = runner.ledger.counts(), predicted.flops
+        if contestant.native:
+            runner.optimizer.zero_grad()
+            with count_flops() as counter, runner.counted():
+                runner.forward(*problem.data()).backward()
+            flops = counter.get_total_flops()
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in runner.module.parameters()]
         parameters = sum(shard.nbytes for shard in shards)
-        predicted = contestant.cost(problem, world.rank).counts()
         peak = memory.peak + 2 * parameters if metered else 0
-        return Count(float(loss.detach()), traffic, predicted, flops.get_total_flops(), peak, parameters)
+        return Count(float(loss.detach()), traffic, predicted.counts(), flops, peak, parameters)
     finally:
         runner.close()
 

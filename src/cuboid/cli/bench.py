@@ -34,18 +34,18 @@ class Setting:
     rate: str
     rounds: int
     steps: int = 1
-    layers: int = 2
+    layers: int = 1
     vocab: int = 512
 
 
 SETTINGS = {
-    "strong": Setting("8,16,32,64", hidden=128, heads=64, batch=64, seq=32, rate="12.5mbit", rounds=5),
-    "weak": Setting("8,64", hidden=64, heads=64, batch=32, seq=32, rate="12.5mbit", rounds=5),
-    "layouts": Setting("8", hidden=512, heads=8, batch=16, seq=128, rate="", rounds=7, steps=3),
+    "strong": Setting("8,16,64", hidden=256, heads=64, batch=64, seq=64, rate="8mbit", rounds=3),
+    "weak": Setting("8,64", hidden=128, heads=64, batch=32, seq=64, rate="8mbit", rounds=3),
+    "layouts": Setting("8", hidden=512, heads=8, batch=16, seq=128, rate="", rounds=7, steps=3, layers=2),
 }
 QUICK = {
-    "strong": Setting("8,64", hidden=128, heads=64, batch=64, seq=16, rate="12.5mbit", rounds=2, layers=1),
-    "weak": Setting("8,64", hidden=64, heads=64, batch=32, seq=16, rate="12.5mbit", rounds=2, layers=1),
+    "strong": Setting("8,64", hidden=256, heads=64, batch=64, seq=16, rate="8mbit", rounds=1),
+    "weak": Setting("8,64", hidden=64, heads=64, batch=32, seq=16, rate="8mbit", rounds=1),
     "layouts": Setting("8", hidden=256, heads=8, batch=16, seq=64, rate="", rounds=3),
 }
 
@@ -86,7 +86,7 @@ def bench(
     With --rate the ranks live on emulated hosts with shaped links (needs root); without, on this machine's loopback.
     On a cluster: torchrun … -m cuboid bench layouts --ranks 64 --rate ''. Sizes left out are the benchmark's own.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = Console() if sys.stdout.isatty() else Console(width=132)
     if what == "accuracy":
         accuracy(steps or (50 if quick else 200), out, console)
         return

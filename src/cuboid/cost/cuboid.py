@@ -1,6 +1,6 @@
 """What a step costs a rank of a cuboid: ARCHITECTURE.md's table, summed over a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import gcd, lcm
 
 from cuboid.config import ModelConfig
@@ -9,6 +9,7 @@ from cuboid.head import chunk_rows
 from cuboid.layout import ceil_div, round_up
 from cuboid.mesh import Cuboid
 from cuboid.parallel.cuboid import Policy
+from cuboid.schedule import PREFETCH, Schedule
 
 
 def step_cost(
@@ -21,10 +22,13 @@ def step_cost(
     recompute: str = "none",
     parameter_size: int = 4,
     compute_size: int = 4,
+    schedule: Schedule = PREFETCH,
 ) -> Cost:
-    """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products."""
+    """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products. A
+    schedule of halves sends the same bytes in more calls."""
     config.check(cuboid, batch, seq)
-    return _Step(config, cuboid, coordinates, batch, seq, policy, recompute, parameter_size, compute_size).cost
+    sizes = parameter_size, compute_size
+    return _Step(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule.halves).cost
 
 
 #: A parameter [n, k] with the axes that cut n (before x does) and k; None cuts nothing.
@@ -45,6 +49,7 @@ class _Step(Counter):
         recompute: str,
         parameter_size: int,
         compute_size: int,
+        halves: bool,
     ) -> None:
         super().__init__(cuboid, coordinates)
         self.c, self.policy, self.recompute = config, policy, recompute
@@ -56,6 +61,7 @@ class _Step(Counter):
         unit = lcm(self.y, self.z, 2 if self.context > 1 else 1) * self.context
         self.s = round_up(seq, unit) // self.context
         self.m = self.s * self.b  # tokens of the x-slice
+        self.parts = 2 if halves and self.b % 2 == 0 else 1
         self.d = config.hidden // self.z
         self.summed_over_y = 0  # elements of norm gradients
         self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
@@ -80,6 +86,14 @@ class _Step(Counter):
         for _ in range(self.forwards):
             self.gather(axis, whole, p=p)
         self.scatter(axis, whole, p=p)
+
+    def in_parts(self, formula: Callable[[], None]) -> None:
+        """What each half of the batch adds, if the schedule halves it."""
+        whole = self.b, self.m
+        self.b, self.m = self.b // self.parts, self.m // self.parts
+        for _ in range(self.parts):
+            formula()
+        self.b, self.m = whole
 
     def save(self, size: int) -> None:
         if self.saving:
@@ -115,6 +129,9 @@ class _Step(Counter):
         tied, tables = bool(self.c.tied), [self.c.vocab] + ([] if self.c.rotary else [self.c.context])
         for i, rows in enumerate(tables):  # a tied table is gathered for the head too
             self.weights([(rows, self.c.hidden, "y", "z")], again=False, gathers=2 if tied and i == 0 else 1)
+        self.in_parts(self.lookup)
+
+    def lookup(self) -> None:
         self.scatter("y", self.m * self.d)
         self.gather("y", self.m * self.d)
 
@@ -150,13 +167,17 @@ class _Step(Counter):
         if bias:
             weights += [(n, 1, n_axis, None) for n, _, n_axis, _ in weights]
         self.weights(weights + self.norm_weights(2), again=True)
+        self.in_parts(self.layer)
+
+    def layer(self) -> None:
+        ups = 2 if self.c.gated else 1
         if self.recompute == "full":
             self.save(self.m // self.y * self.d * self.e)  # the block's input
             self.forwards, self.saving = 2, False
         self.norm()
         self.attention()
         self.norm()
-        f = self.part(c.ffn, "y")
+        f = self.part(self.c.ffn, "y")
         self.product(self.d, [ups * f], k_axis="z", n_axis="y")
         self.save(self.m // self.z * ups * f * self.e)  # what the nonlinearity saw
         self.product(f, [self.d], k_axis="y", n_axis="z")

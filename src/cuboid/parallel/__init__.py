@@ -5,7 +5,7 @@ between launching a collective and needing it, and return their value.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -50,6 +50,15 @@ class Place:
     logits: Index
     turn: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
 
+    def halves(self) -> tuple["Place", "Place"]:
+        """This rank's samples in two."""
+        first, second = self.samples.chunk(2)
+        return self._of(first), self._of(second)
+
+    def _of(self, samples: Tensor) -> "Place":
+        residual, logits = self.residual._replace(b=samples), self.logits._replace(b=samples)
+        return replace(self, samples=samples, residual=residual, logits=logits)
+
     def take(self, whole: Tensor, fill: int) -> Tensor:
         """[batch, seq] of all ranks -> this rank's [s, b], padding filled with `fill`."""
         columns, rows = self.positions - self.start, self.samples
@@ -75,11 +84,14 @@ class Parallel(Protocol):
         """Which slice of a batch (ids and targets alike) this rank takes. A step of decoding pads the batch rather than
         cut the sequence."""
 
-    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]]) -> Any:
-        """Weights that travel together."""
+    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Any = None) -> Any:
+        """Weights that travel together. Those of the bucket `before` are needed next in backward."""
 
     def open(self, buckets: Sequence[Any]) -> Sequence[Any]:
         """Begin a step: a handle for each bucket."""
+
+    def prefetch(self, bucket: Any) -> None:
+        """Have the weights of a bucket on their way: `gather` will ask for them soon."""
 
     def gather(self, bucket: Any, opened: Any) -> Any:
         """The `Weights` of a bucket, until it is released."""

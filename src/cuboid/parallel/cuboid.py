@@ -35,6 +35,7 @@ from cuboid.norm import Norm, norm
 from cuboid.parallel import Index, Place, Role
 from cuboid.product import Linear, Out, Product, product
 from cuboid.randomness import dropout
+from cuboid.schedule import Schedule
 from cuboid.weights import Bucket, Weights, gather, open_buckets
 
 SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
@@ -45,6 +46,10 @@ SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
     "norm": ((("z", "x"),), ("y",)),  # each y-rank has seen its own tokens
     "table": ((("y", "x"), ("z",)), ()),
 }
+
+
+#: Of the residual stream. Below it a collective is mostly latency, and two of half the size cost more than they hide.
+LEAST_BYTES_TO_HALVE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -98,17 +103,27 @@ class CuboidParallel:
 
     # Weights
 
-    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]]) -> Bucket:
-        return Bucket(parameters, self.mesh, self.dtype, self.policy.weights == "retain", self._in_flight)
+    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Bucket | None = None) -> Bucket:
+        return Bucket(parameters, self.mesh, self.dtype, self.policy.weights == "retain", self._in_flight, before)
 
     def open(self, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
         return open_buckets(buckets, self.mesh)
+
+    def prefetch(self, bucket: Bucket) -> None:
+        bucket.launch("forward")
 
     def gather(self, bucket: Bucket, opened: Tensor) -> Weights:
         return gather(bucket, opened)
 
     def release(self, bucket: Bucket) -> None:
         bucket.release("forward")
+
+    def schedule(self, place: Place) -> Schedule:
+        """What suits these sizes: halves where the batch has two and activations are large enough for it."""
+        s, b, d = (len(part) for part in place.residual)
+        size = s * b * d * (self.dtype or torch.float32).itemsize
+        moves = self.mesh.y.size * self.mesh.z.size > 1
+        return Schedule(halves=moves and b % 2 == 0 and size >= LEAST_BYTES_TO_HALVE)
 
     # Layers
 

@@ -109,11 +109,14 @@ class OneD:
 
     # Weights: where they are needed, so a bucket moves nothing but its gradients' sums
 
-    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]]) -> Bucket:
+    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Bucket | None = None) -> Bucket:
         return Bucket(parameters, self.mesh, self.dtype)
 
     def open(self, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
         return open_buckets(buckets, self.mesh)
+
+    def prefetch(self, bucket: Bucket) -> None:
+        pass
 
     def gather(self, bucket: Bucket, opened: Tensor) -> Weights:
         return gather(bucket, opened)

@@ -46,11 +46,14 @@ class Serial:
         turn = rotation(self.config, s) if self.config.rotary else None
         return Place(batch, seq, start, b, s, Axis("x", 1, 0), Index(s, b, d), Index(s, b, v), turn)
 
-    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]]) -> _Plain:
+    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: _Plain | None = None) -> _Plain:
         return _Plain(self.dtype)
 
     def open(self, buckets: Sequence[_Plain]) -> Sequence[None]:
         return [None] * len(buckets)
+
+    def prefetch(self, bucket: _Plain) -> None:
+        pass
 
     def gather(self, bucket: _Plain, opened: None) -> _Plain:
         return bucket
