@@ -34,7 +34,9 @@ def test_the_bound_in_its_three_regimes() -> None:
     for ranks, dims in ((8, 1), (64, 2), (1024, 3)):
         assert regime((n, k, m), ranks) == dims
     assert product_words((m, n, k), 8) == n * k * 7 / 8  # the smallest matrix alone moves
-    assert product_words((n, n, n), 8) == pytest.approx(3 * (n // 2) ** 2 / 2)  # a cube gathers half of each of three blocks
+    assert product_words((n, n, n), 8) == pytest.approx(
+        3 * (n // 2) ** 2 / 2
+    )  # a cube gathers half of each of three blocks
     for edge in (m / n, m * n / k**2):  # the regimes meet
         assert product_words((m, n, k), int(edge)) == pytest.approx(product_words((m, n, k), int(edge) + 1), rel=0.2)
 
@@ -161,7 +163,7 @@ def test_accuracy_end_to_end(tmp_path: Path) -> None:
         (["strong", "--rate", "quick"], "25mbit"),
         (["layouts", "--only", "9-D"], "beginning of none"),
         (["layouts", "--activations", "keep"], "regather, retain"),
-        (["strong", "--ranks", "7", "--heads", "64"], "no cuboid of 7 ranks"),
+        (["strong", "--ranks", "7", "--heads", "64"], "do not fill hosts"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(words: list[str], says: str, tmp_path: Path) -> None:

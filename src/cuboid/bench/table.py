@@ -31,8 +31,8 @@ def _table(rows: Sequence[Row], title: str) -> Table:
     first, fastest = rows[0].spread("step").median, min(row.spread("step").median for row in rows)
     for row in rows:
         step = row.spread("step")
-        cells = [row.contestant.name, f"{step.median:.3f}", f"{step.low:.3f}–{step.high:.3f}"]
-        cells += [f"{row.spread(part).median:.3f}" for part in ("forward", "backward", "optimizer")]
+        cells = [row.contestant.name, f"{step.median:.3g}", f"{step.low:.3g}–{step.high:.3g}"]
+        cells += [f"{row.spread(part).median:.3g}" for part in ("forward", "backward", "optimizer")]
         cells += [f"{first / step.median:.2f}", quantity(row.sent)]
         if shaped:
             cells += [quantity(row.spread("crossed").median), f"{row.spread('network').median:.0%}"]

@@ -100,6 +100,11 @@ def bench(
         if each:
             bits_per_second(each)
     sizes = [hosts * ranks_per_host] if hosts else _whole_numbers(ranks or own.ranks)
+    for size in sizes:
+        if any(rates) and size % ranks_per_host:
+            raise ValueError(
+                f"{size} ranks do not fill hosts of {ranks_per_host}; use multiples, or --ranks-per-host 1, or --rate ''"
+            )
     seq, hidden, heads = seq or own.seq, hidden or own.hidden, heads or own.heads
     model = ModelConfig("gpt2", layers or own.layers, hidden, heads, vocab or own.vocab, context=seq, tied=False)
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
