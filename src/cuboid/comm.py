@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuboid.ledger import Entry
+from cuboid.ledger import Ledger, Span
 from cuboid.mesh import Axis
 
 #: What a block of the model is: a generator that yields wherever a collective has been launched but is not yet
@@ -46,57 +46,52 @@ class Flight:
         self,
         work: dist.Work | None,
         result: Callable[[], Tensor],
-        entry: Entry | None = None,
+        span: Span | None = None,
         axis: Axis | None = None,
     ) -> None:
-        self._work, self._result, self._entry, self._axis = work, result, entry, axis
-        if work is not None and entry is not None:
-            self._clock_start(work, entry)
-        if work is not None and axis is not None and not axis.overlap:
-            self._clock_wait(work)
-            self._work = None
+        self._work, self._result, self._span, self._axis = work, result, span, axis
+        if work is not None and span is not None and axis is not None:
+            self._clock_start(work, span, axis)
+            if not axis.overlap:
+                self._land()
 
     def wait(self) -> Tensor:
-        if self._work is not None:
-            self._clock_wait(self._work)
-            self._work = None
+        self._land()
         return self._result()
+
+    def _land(self) -> None:
+        work, self._work = self._work, None
+        if work is not None and self._span is not None and self._axis is not None:
+            self._clock_wait(work, self._span, self._axis.ledger)
 
     # Time. On a CPU the completing thread stamps the clock; on a GPU `wait` only makes the stream wait, so events are
     # recorded on it and read later, when the ledger is.
 
-    def _clock_start(self, work: dist.Work, entry: Entry) -> None:
-        assert self._axis is not None
-        if dist.get_backend(self._axis.group) == "gloo":
-            start = time.perf_counter()
-
-            def landed(_: object) -> None:
-                entry.in_flight += time.perf_counter() - start
-
-            work.get_future().add_done_callback(landed)
+    def _clock_start(self, work: dist.Work, span: Span, axis: Axis) -> None:
+        if dist.get_backend(axis.group) == "gloo":
+            work.get_future().add_done_callback(lambda _: axis.ledger.landed(span, time.perf_counter()))
         elif torch.cuda.is_available():
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
             self._events[0].record()
 
-    def _clock_wait(self, work: dist.Work) -> None:
-        entry, events = self._entry, getattr(self, "_events", None)
-        if entry is None or events is None:
+    def _clock_wait(self, work: dist.Work, span: Span, ledger: Ledger) -> None:
+        events = getattr(self, "_events", None)
+        if events is None:
             start = time.perf_counter()
             work.wait()
-            if entry is not None:
-                entry.exposed += time.perf_counter() - start
+            ledger.waited(span, start, time.perf_counter())
             return
-        assert self._axis is not None
         events[1].record()
         work.wait()
         events[2].record()
 
         def settle() -> None:
             events[2].synchronize()
-            entry.exposed += events[1].elapsed_time(events[2]) / 1e3
-            entry.in_flight += events[0].elapsed_time(events[2]) / 1e3
+            start, stop = (span.launched + events[0].elapsed_time(event) / 1e3 for event in events[1:])
+            ledger.waited(span, start, stop)
+            ledger.landed(span, stop)
 
-        self._axis.ledger.later(settle)
+        ledger.later(settle)
 
 
 def landed(x: Tensor) -> Flight:
@@ -114,9 +109,9 @@ def all_gather(x: Tensor, axis: Axis) -> Flight:
         return landed(x)
     x = x.contiguous()
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    entry = axis.ledger.launched(axis.name, "all_gather", _sent(whole, axis))
+    span = axis.ledger.launched(axis.name, "all_gather", _sent(whole, axis))
     work = dist.all_gather_single(whole, x, group=axis.group, async_op=True)
-    return Flight(work, lambda: whole, entry, axis)
+    return Flight(work, lambda: whole, span, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Flight:
@@ -131,14 +126,14 @@ def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> F
     x = x.contiguous()
     assert x.shape[0] % axis.size == 0, f"dim 0 of {tuple(x.shape)} cannot be scattered over {axis.size} ranks"
     part = (x.shape[0] // axis.size, *x.shape[1:])
-    entry = axis.ledger.launched(axis.name, "reduce_scatter", _sent(x, axis))
+    span = axis.ledger.launched(axis.name, "reduce_scatter", _sent(x, axis))
     if dist.get_backend(axis.group) == "nccl" and x.dtype.itemsize >= 4:
         mine = x.new_empty(part)
         work = dist.reduce_scatter_single(mine, x, group=axis.group, async_op=True)
-        return Flight(work, lambda: mine.to(dtype), entry, axis)
+        return Flight(work, lambda: mine.to(dtype), span, axis)
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-    return Flight(work, lambda: _sum(parts.view(axis.size, *part)).to(dtype), entry, axis)
+    return Flight(work, lambda: _sum(parts.view(axis.size, *part)).to(dtype), span, axis)
 
 
 def _sum(parts: Tensor) -> Tensor:
@@ -156,9 +151,9 @@ def all_to_all(x: Tensor, axis: Axis) -> Flight:
         return landed(x)
     x = x.contiguous()
     parts = torch.empty_like(x)
-    entry = axis.ledger.launched(axis.name, "all_to_all", _sent(x, axis))
+    span = axis.ledger.launched(axis.name, "all_to_all", _sent(x, axis))
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-    return Flight(work, lambda: parts, entry, axis)
+    return Flight(work, lambda: parts, span, axis)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Flight:
@@ -166,9 +161,9 @@ def all_reduce(x: Tensor, axis: Axis) -> Flight:
     if axis.size == 1:
         return landed(x)
     total = x.clone(memory_format=torch.contiguous_format)
-    entry = axis.ledger.launched(axis.name, "all_reduce", _sent(total, axis, times=2))
+    span = axis.ledger.launched(axis.name, "all_reduce", _sent(total, axis, times=2))
     work = dist.all_reduce(total, group=axis.group, async_op=True)
-    return Flight(work, lambda: total, entry, axis)
+    return Flight(work, lambda: total, span, axis)
 
 
 def copy(x: Tensor, axis: Axis) -> Flight:
@@ -183,9 +178,9 @@ def broadcast(x: Tensor, axis: Axis, source: int, shape: Sequence[int]) -> Fligh
     assert block.shape == torch.Size(shape), f"{tuple(block.shape)} is not {tuple(shape)}"
     if not block.numel():
         return landed(block)
-    entry = axis.ledger.launched(axis.name, "broadcast", _sent(block, axis))
+    span = axis.ledger.launched(axis.name, "broadcast", _sent(block, axis))
     work = dist.broadcast(block, group=axis.group, group_src=source, async_op=True)
-    return Flight(work, lambda: block, entry, axis)
+    return Flight(work, lambda: block, span, axis)
 
 
 def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None) -> Flight:
@@ -200,13 +195,13 @@ def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None)
         return landed(x.to(dtype))
     mine, nothing = axis.index == target, x.new_empty(0, dtype=dtype)
     x = x.contiguous() if axis.size == 2 else x.contiguous().to(sum_in)
-    entry = axis.ledger.launched(axis.name, "reduce", _sent(x, axis))
+    span = axis.ledger.launched(axis.name, "reduce", _sent(x, axis))
     if axis.size == 2:
         other = torch.empty_like(x) if mine else x
         work = dist.broadcast(other, group=axis.group, group_src=1 - target, async_op=True)
-        return Flight(work, lambda: (x.to(sum_in) + other).to(dtype) if mine else nothing, entry, axis)
+        return Flight(work, lambda: (x.to(sum_in) + other).to(dtype) if mine else nothing, span, axis)
     work = dist.reduce(x, group=axis.group, group_dst=target, async_op=True)
-    return Flight(work, lambda: x.to(dtype) if mine else nothing, entry, axis)
+    return Flight(work, lambda: x.to(dtype) if mine else nothing, span, axis)
 
 
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "copy"]

@@ -6,6 +6,7 @@ block, for a broadcast or a reduce. `in_flight` is the time from launch to
 completion, `exposed` the part of it in which the rank did nothing but wait.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,16 +21,44 @@ class Entry:
     exposed: float = 0.0
 
 
+@dataclass
+class Span:
+    """One collective over time, in seconds of `time.perf_counter`; 0 where it has not come to that."""
+
+    axis: str
+    kind: str
+    bytes: int
+    launched: float
+    entry: Entry  # a late landing must not reappear in a ledger that was reset meanwhile
+    landed: float = 0.0
+    waited: float = 0.0  # the rank began to do nothing but wait for it
+    resumed: float = 0.0  # and ended to
+
+
 class Ledger:
+    """`spans` lists every collective since it was set to a list; None keeps sums alone."""
+
     def __init__(self) -> None:
         self.entries: defaultdict[tuple[str, str], Entry] = defaultdict(Entry)
+        self.spans: list[Span] | None = None
         self._late: list[Callable[[], None]] = []
 
-    def launched(self, axis: str, kind: str, bytes_sent: int) -> Entry:
+    def launched(self, axis: str, kind: str, bytes_sent: int) -> Span:
         entry = self.entries[axis, kind]
         entry.calls += 1
         entry.bytes += bytes_sent
-        return entry
+        span = Span(axis, kind, bytes_sent, time.perf_counter(), entry)
+        if self.spans is not None:
+            self.spans.append(span)
+        return span
+
+    def landed(self, span: Span, when: float) -> None:
+        span.landed = when
+        span.entry.in_flight += when - span.launched
+
+    def waited(self, span: Span, start: float, stop: float) -> None:
+        span.waited, span.resumed = start, stop
+        span.entry.exposed += stop - start
 
     def later(self, settle: Callable[[], None]) -> None:
         """Have `settle` called before the next reading: a device's clock is only read once it has caught up."""

@@ -25,6 +25,7 @@ from cuboid.parallel import Parallel
 from cuboid.parallel.cuboid import CuboidParallel
 from cuboid.parallel.one_d import OneD
 from cuboid.parallel.two_d import TwoD
+from cuboid.schedule import OFF, Schedule
 
 Way = Literal["1-D", "1-D+SP", "2-D", "2.5-D", "FSDP×TP", "cube", "cuboid", "native", "native ideal"]
 
@@ -35,6 +36,7 @@ class Contestant:
 
     way: Way
     shape: Cuboid
+    overlap: bool = True  # False: a cuboid that hides nothing
 
     @property
     def native(self) -> bool:
@@ -53,7 +55,7 @@ class Contestant:
             return f"{self.way} {k.x}×{k.y}"
         long = [axis for axis in k.order if k.sizes[axis] > 1]
         order = "" if long == sorted(long) else " " + "".join(long)
-        return f"{self.way} ({k.x},{k.y},{k.z}){order}"
+        return f"{self.way} ({k.x},{k.y},{k.z}){order}" + ("" if self.overlap else ", nothing hidden")
 
     def cost(self, problem: Problem, rank: int) -> Cost:
         """By formula, of one rank and one step."""
@@ -65,7 +67,14 @@ class Contestant:
             return one_d_cost(p.config, k, at, p.batch, p.seq, self.way == "1-D+SP")
         if self.way in ("2-D", "2.5-D"):
             return two_d_cost(p.config, k, at, p.batch, p.seq)
-        return step_cost(p.config, k, at, p.batch, p.seq, p.policy)
+        return step_cost(p.config, k, at, p.batch, p.seq, p.policy, schedule=self.schedule(p))
+
+    def schedule(self, problem: Problem) -> Schedule:
+        """The problem's, of a cuboid; halves where there are activations to hide."""
+        if self.way not in ("cube", "cuboid", "FSDP×TP") or not self.overlap:
+            return OFF
+        asked, moves = problem.schedule, self.shape.y * self.shape.z > 1
+        return Schedule(asked.prefetch, asked.halves and moves)
 
     def parallel(self, problem: Problem, mesh: Mesh) -> Parallel:
         if self.way in ("1-D", "1-D+SP"):
@@ -107,9 +116,9 @@ class ModelRunner:
     """Ours, whatever the parallel."""
 
     def __init__(self, contestant: Contestant, problem: Problem, world: World) -> None:
-        self._mesh = Mesh(contestant.shape, world.rank, world.device)
+        self._mesh = Mesh(contestant.shape, world.rank, world.device, overlap=contestant.overlap)
         self._parallel = contestant.parallel(problem, self._mesh)
-        self.module = Transformer(self._parallel, problem.seed)
+        self.module = Transformer(self._parallel, problem.seed, schedule=contestant.schedule(problem))
         self.optimizer: torch.optim.Optimizer = adamw(self.module)
         self.ledger = self._mesh.ledger
 

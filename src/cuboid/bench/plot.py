@@ -73,6 +73,9 @@ def _lines(axes: Axes, rows: Sequence[Row], xs: dict[int, float]) -> None:
         axes.errorbar(places, middle, yerr=bars, marker="o", capsize=3, label=way, color=COLOURS[way])
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(axis="y", which="minor", labelsize="small")
     axes.set_ylabel("seconds a step")
     axes.legend(frameon=False, fontsize="small")
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cuboid.config import ModelConfig
 from cuboid.parallel.cuboid import Policy
+from cuboid.schedule import PREFETCH, Schedule
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Problem:
     batch: int
     seq: int
     policy: Policy = Policy(activations="retain")
+    schedule: Schedule = PREFETCH
     seed: int = 0
 
     @property
@@ -35,7 +37,7 @@ class Problem:
         heads = self.config.heads
         hidden = max(1, round(self.config.hidden * factor / heads)) * heads
         config = self.config.replace(hidden=hidden, head_dim=hidden // heads, ffn=4 * hidden)
-        return Problem(config, round(self.batch * factor), self.seq, self.policy, self.seed)
+        return Problem(config, round(self.batch * factor), self.seq, self.policy, self.schedule, self.seed)
 
     def export(self) -> dict[str, Any]:
         return asdict(self)

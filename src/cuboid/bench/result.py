@@ -53,10 +53,16 @@ class Row:
         for step in zip(*ranks, strict=True):
             slowest = max(step, key=lambda times: times.step)
             exposed = sum(times.exposed for times in step) / len(step)
-            crossed = max(times.crossed for times in step)
+            crossed, cpu = max(times.crossed for times in step), sum(times.cpu for times in step)
             sample = {"step": slowest.step, "forward": slowest.forward, "backward": slowest.backward}
             network = 8 * crossed / self.bits / slowest.step if self.bits else 0.0
-            sample |= {"optimizer": slowest.optimizer, "exposed": exposed, "crossed": crossed, "network": network}
+            sample |= {
+                "optimizer": slowest.optimizer,
+                "exposed": exposed,
+                "crossed": crossed,
+                "network": network,
+                "cpu": cpu,
+            }
             self.samples.append(sample)
 
     def spread(self, name: str) -> Spread:

@@ -41,6 +41,7 @@ class Times:
     exposed: float  # waiting for communication; not known of native
     in_flight: float  # collectives from launch to landing, summed
     crossed: int  # bytes that left this rank's host, all its ranks'
+    cpu: float  # seconds of all this rank's threads
 
     @property
     def step(self) -> float:
@@ -99,19 +100,20 @@ def timed_step(runner: Runner, problem: Problem) -> Times:
     dist.barrier()
     before = sent_to_others()
     dist.barrier()
-    marks = [now()]
+    cpu, marks = time.process_time(), [now()]
     loss = runner.forward(*data)
     marks.append(now())
     loss.backward()
     marks.append(now())
     update(runner)
     marks.append(now())
+    cpu = time.process_time() - cpu
     dist.barrier()
     crossed = sent_to_others() - before
     exposed = runner.ledger.exposed()
     in_flight = sum(entry.in_flight for entry in runner.ledger.entries.values())
     forward, backward, optimizer = (stop - start for start, stop in pairwise(marks))
-    return Times(forward, backward, optimizer, exposed, in_flight, crossed)
+    return Times(forward, backward, optimizer, exposed, in_flight, crossed, cpu)
 
 
 def now() -> float:

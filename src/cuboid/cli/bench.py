@@ -10,6 +10,7 @@ from rich.console import Console
 
 from cuboid.bench.accuracy import accuracy
 from cuboid.bench.contestant import Contestant, every, possible, scaling
+from cuboid.bench.overlap import overlap
 from cuboid.bench.plot import draw
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Result
@@ -55,7 +56,8 @@ def bench(
         str,
         typer.Argument(
             help="strong: one problem on more and more ranks. weak: a problem that grows with the ranks. layouts: "
-            "every layout and cuboid of one number of ranks. accuracy: loss curves of 1-D, 2-D and 3-D on one text."
+            "every layout and cuboid of one number of ranks. overlap: the schedule on and off, on two hosts and on "
+            "eight. accuracy: loss curves of 1-D, 2-D and 3-D on one text."
         ),
     ],
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 8,64.")] = "",
@@ -90,8 +92,11 @@ def bench(
     if what == "accuracy":
         accuracy(steps or (50 if quick else 200), out, console)
         return
+    if what == "overlap":
+        overlap(rounds or (2 if quick else 5), out, console)
+        return
     if what not in SETTINGS:
-        raise ValueError(f"there is no benchmark {what!r}; choose one of {', '.join(SETTINGS)}, accuracy")
+        raise ValueError(f"there is no benchmark {what!r}; choose one of {', '.join(SETTINGS)}, overlap, accuracy")
     own = (QUICK if quick else SETTINGS)[what]
     rates = [each.strip() for each in (own.rate if rate is None else rate).split(",")]
     if under_torchrun():
@@ -103,7 +108,7 @@ def bench(
     for size in sizes:
         if any(rates) and size % ranks_per_host:
             raise ValueError(
-                f"{size} ranks do not fill hosts of {ranks_per_host}; use multiples, or --ranks-per-host 1, or --rate ''"
+                f"{size} ranks do not fill hosts of {ranks_per_host}; use a multiple, --ranks-per-host 1 or --rate ''"
             )
     seq, hidden, heads = seq or own.seq, hidden or own.hidden, heads or own.heads
     model = ModelConfig("gpt2", layers or own.layers, hidden, heads, vocab or own.vocab, context=seq, tied=False)

@@ -28,6 +28,9 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(help="Go on from the newest complete checkpoint of this run, on any cuboid.")
     ] = None,
+    trace: Annotated[
+        int, typer.Option(help="Trace so many steps, after two: trace.json for Perfetto, timeline.png.", min=0)
+    ] = 0,
 ) -> None:
     """Train a language model.
 
@@ -48,7 +51,7 @@ def train(
     folder = Path(chosen.logging.folder) if chosen.logging.folder else run
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks get it too, finish their step and save
     try:
-        outcome = launch(train_on_rank, chosen.cuboid_shape().ranks, [chosen, folder, start])[0]
+        outcome = launch(train_on_rank, chosen.cuboid_shape().ranks, [chosen, folder, start, trace])[0]
     finally:
         signal.signal(signal.SIGINT, before)
     if outcome is not None:
@@ -71,6 +74,7 @@ def show(outcome: Outcome) -> None:
     )
     for what, path in [
         ("plot", folder / "plot.png"),
+        *(("trace", path) for path in [folder / "trace.json"] if path.exists()),
         ("metrics", folder / "metrics.jsonl"),
         *(("checkpoint", newest) for newest in checkpoint.complete(folder / "checkpoints")[-1:]),
         ("config", folder / "config.toml"),

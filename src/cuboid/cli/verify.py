@@ -15,8 +15,9 @@ from cuboid.launch import launch
 from cuboid.loss import Loss
 from cuboid.mesh import AXES, Cuboid, factorisations
 from cuboid.parallel.cuboid import Policy
+from cuboid.schedule import Schedule
 from cuboid.train.compare import curves, draw
-from cuboid.train.config import CuboidSection, LossSection, MemorySection, TrainConfig
+from cuboid.train.config import CuboidSection, LossSection, MemorySection, OverlapSection, TrainConfig
 from cuboid.verify import DTYPES, Case, Report
 from cuboid.verify import verify as verify_on_rank
 
@@ -46,6 +47,7 @@ def verify(
     recompute: Annotated[
         str, typer.Option(help="none, selective (attention) or full (each block) in backward.")
     ] = "none",
+    halves: Annotated[bool, typer.Option("--halves", help="Two half-batches in step.")] = False,
     label_smoothing: Annotated[float, typer.Option()] = 0.0,
     z_loss: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
@@ -68,7 +70,8 @@ def verify(
     )
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     loss = Loss(label_smoothing=label_smoothing, z_loss=z_loss)
-    case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed)  # type: ignore[arg-type]
+    schedule = Schedule(halves=halves)
+    case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed, schedule)  # type: ignore[arg-type]
     console = Console(stderr=as_json)
     if steps:
         compare_curves(console, case, steps, plot, as_json)
@@ -124,6 +127,7 @@ def training(case: Case, steps: int) -> TrainConfig:
         schedule=replace(default.schedule, steps=steps, warmup=min(steps, default.schedule.warmup)),
         precision=replace(default.precision, dtype="bf16" if case.dtype == "bf16" else "fp32"),
         memory=MemorySection(case.policy.activations, case.policy.weights, case.recompute, case.policy.head_elements),
+        overlap=OverlapSection(halves="on" if case.schedule.halves else "off"),
         loss=LossSection(case.loss.label_smoothing, case.loss.z_loss),
     )
 

@@ -7,7 +7,7 @@ and seed are the same batches everywhere.
 from cuboid.data.corpus import Corpus, build, load, open_corpus, tokenise
 from cuboid.data.order import shuffled
 from cuboid.data.samples import PADDED_TARGET, Batch, Loader, Samples
-from cuboid.data.text import python_stdlib, text_files
+from cuboid.data.text import code, python_stdlib, text_files
 from cuboid.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from cuboid.data.tokens import Header, TokenFile, Tokens, TokenWriter, digest, unigram_entropy
 
@@ -25,6 +25,7 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "build",
+    "code",
     "digest",
     "load",
     "load_tokenizer",

@@ -80,7 +80,12 @@ def open_corpus(folder: Path) -> Corpus:
     return Corpus(tokenizer, train, val)
 
 
-def tokenise(files: Sequence[Path], tokenizer: Tokenizer, val_fraction: float = VAL_FRACTION) -> Corpus:
+def tokenise(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    val_fraction: float = VAL_FRACTION,
+    read: Callable[[Document], Iterator[Piece]] = pieces,
+) -> Corpus:
     """Small text, in memory. One core only: the library's own threads do not survive a fork."""
     size = sum(file.stat().st_size for file in files)
     if size > _IN_MEMORY:
@@ -89,7 +94,7 @@ def tokenise(files: Sequence[Path], tokenizer: Tokenizer, val_fraction: float = 
             f"run `cuboid data build` once and train on its folder"
         )
     train, val = (
-        [_ended(piece, tokenizer.encode(piece.text), tokenizer) for each in documents for piece in pieces(each)]
+        [_ended(piece, tokenizer.encode(piece.text), tokenizer) for each in documents for piece in read(each)]
         for documents in split(files, val_fraction)
     )
     return Corpus(tokenizer, _joined(train, tokenizer.vocab), _joined(val, tokenizer.vocab))

@@ -18,6 +18,7 @@ from cuboid.layout import Spec
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Mesh
 from cuboid.product import Linear
+from cuboid.schedule import Schedule
 
 #: What a parameter is to the model; a parallel decides from it how the parameter is cut.
 Role = Literal["into.weight", "into.bias", "out_of.weight", "out_of.bias", "norm", "table"]
@@ -83,6 +84,9 @@ class Parallel(Protocol):
     def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
         """Which slice of a batch (ids and targets alike) this rank takes. A step of decoding pads the batch rather than
         cut the sequence."""
+
+    def schedule(self, place: Place) -> Schedule:
+        """What suits these sizes."""
 
     def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Any = None) -> Any:
         """Weights that travel together. Those of the bucket `before` are needed next in backward."""

@@ -39,6 +39,7 @@ from cuboid.parallel import Index, Place, Role
 from cuboid.parallel.serial import _RMSNorm
 from cuboid.product import Linear
 from cuboid.randomness import dropout
+from cuboid.schedule import OFF, Schedule
 from cuboid.weights import Bucket, Weights, gather, open_buckets
 
 CUTS: dict[Role, tuple[tuple[str, ...], ...]] = {
@@ -108,6 +109,9 @@ class OneD:
         return Place(batch, seq, start, samples, positions, self.mesh.x, residual, logits, turn)
 
     # Weights: where they are needed, so a bucket moves nothing but its gradients' sums
+
+    def schedule(self, place: Place) -> Schedule:
+        return OFF
 
     def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Bucket | None = None) -> Bucket:
         return Bucket(parameters, self.mesh, self.dtype)

@@ -16,6 +16,7 @@ from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.parallel import Index, Place, Role
 from cuboid.product import Linear
 from cuboid.randomness import dropout
+from cuboid.schedule import OFF, Schedule
 
 
 class _Plain:
@@ -45,6 +46,9 @@ class Serial:
         b, d, v = (torch.arange(n, device=device) for n in (batch, self.config.hidden, self.config.vocab))
         turn = rotation(self.config, s) if self.config.rotary else None
         return Place(batch, seq, start, b, s, Axis("x", 1, 0), Index(s, b, d), Index(s, b, v), turn)
+
+    def schedule(self, place: Place) -> Schedule:
+        return OFF
 
     def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: _Plain | None = None) -> _Plain:
         return _Plain(self.dtype)

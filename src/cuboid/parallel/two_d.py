@@ -29,6 +29,7 @@ from cuboid.norm import Norm, norm
 from cuboid.parallel import Index, Place, Role
 from cuboid.product import Linear
 from cuboid.randomness import dropout
+from cuboid.schedule import OFF, Schedule
 from cuboid.weights import Bucket, Weights, gather, open_buckets
 
 SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
@@ -89,6 +90,9 @@ class TwoD:
         return Place(batch, seq, start, samples, positions, Axis("x", 1, 0), residual, logits, turn)
 
     # Weights: shards are what the kernels send, so a bucket moves nothing but its gradients' sums
+
+    def schedule(self, place: Place) -> Schedule:
+        return OFF
 
     def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Bucket | None = None) -> Bucket:
         return Bucket(parameters, self.mesh, self.dtype)

@@ -70,7 +70,7 @@ class DataSection:
     )
     tokenizer: str = key("", "tokenizer.json of the tokenizers library; empty: bytes", path=True)
     val_fraction: float = key(0.05, "share of the tokens held out for validation", at_least=0, below=1)
-    max_bytes: int = key(8_000_000, "most of the built-in text to take", at_least=1)
+    max_bytes: int = key(1_500_000, "most of the built-in text, Python's own library, to take", at_least=1)
     seq: int = key(128, "tokens in a sequence", at_least=1)
     batch: int = key(16, "sequences in a step, over all ranks", at_least=1)
     micro_batches: int = key(1, "parts a step's batch is computed in, one after the other", at_least=1)
@@ -119,6 +119,14 @@ class MemorySection:
 
 
 @dataclass(frozen=True)
+class OverlapSection:
+    """what is sent while something else computes"""
+
+    prefetch: bool = key(True, "gather the next layer's weights while this one computes")
+    halves: Literal["auto", "on", "off"] = key("auto", "half-batches in step, one computes while the other sends")
+
+
+@dataclass(frozen=True)
 class LossSection:
     """cross entropy"""
 
@@ -160,6 +168,7 @@ class TrainConfig:
     schedule: ScheduleSection = ScheduleSection()
     precision: PrecisionSection = PrecisionSection()
     memory: MemorySection = MemorySection()
+    overlap: OverlapSection = OverlapSection()
     loss: LossSection = LossSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()

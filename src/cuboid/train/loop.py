@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from rich.console import Console
 
 from cuboid import data
-from cuboid.comm import from_first
+from cuboid.comm import from_all, from_first
 from cuboid.config import ModelConfig
 from cuboid.generate import Sampling, generate
 from cuboid.launch import World
@@ -25,6 +26,10 @@ from cuboid.parallel import Index, Parallel, Place
 from cuboid.parallel.cuboid import CuboidParallel, Policy
 from cuboid.parallel.serial import Serial
 from cuboid.randomness import key_of
+from cuboid.schedule import Schedule
+from cuboid.trace import Phase, Trace
+from cuboid.trace import draw as draw_timeline
+from cuboid.trace import save as save_trace
 from cuboid.train import checkpoint
 from cuboid.train.config import TrainConfig, resolved_toml
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
@@ -67,8 +72,14 @@ def corpus_of(config: TrainConfig) -> data.Corpus:
     d = config.data
     tokenizer = Path(d.tokenizer) if d.tokenizer else None
     if not d.paths:
-        return data.tokenise(data.python_stdlib(d.max_bytes), data.load_tokenizer(tokenizer), d.val_fraction)
+        files = data.python_stdlib(d.max_bytes)
+        return data.tokenise(files, data.load_tokenizer(tokenizer), d.val_fraction, data.code)
     return data.load([Path(path) for path in d.paths], tokenizer, d.val_fraction)
+
+
+def schedule_of(config: TrainConfig, parallel: Parallel, place: Place) -> Schedule:
+    own, asked = parallel.schedule(place), config.overlap
+    return Schedule(asked.prefetch, own.halves if asked.halves == "auto" else asked.halves == "on")
 
 
 class Trainer:
@@ -82,16 +93,17 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.config, self.corpus = config, corpus_of(config)
-        parallel = layout(config, config.model_config(self.corpus.vocab), world)
-        self.model = Transformer(parallel, config.seed, dtype, config.memory.checkpoint)
+        parallel, d = layout(config, config.model_config(self.corpus.vocab), world), config.data
+        self.place = parallel.place(d.batch // d.micro_batches, d.seq)
+        schedule = schedule_of(config, parallel, self.place)
+        self.model = Transformer(parallel, config.seed, dtype, config.memory.checkpoint, schedule)
         self.corpus.check(self.model.config.vocab)
         self.optimizer = adamw(self.model, config.optimizer)
         self.loss = Loss(label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss)
         fp16 = config.precision.dtype == "fp16"
         self.scale = LossScale(config.precision.loss_scale, config.precision.growth_interval) if fp16 else LossScale()
         self.done = self.updates = 0
-        d = config.data
-        self.place = self.model.parallel.place(d.batch // d.micro_batches, d.seq)
+        self._marks: list[tuple[str, float]] = []
         self.batches = data.Loader(data.Samples(self.corpus.train, d.seq, d.seed), self.place)
         self.held_out = data.Samples(self.corpus.val, d.seq) if len(self.corpus.val) > d.seq else None
 
@@ -101,16 +113,20 @@ class Trainer:
         ledger.reset()
         start, parts, total = time.perf_counter(), config.data.micro_batches, 0.0
         for part in range(parts):
+            self._begin("forward")
             tokens, targets = self.batches(self.done * parts + part)
             dropout = key_of(config.seed, f"dropout.{self.done}") if self.model.config.dropout else None
             loss = self.model(tokens, targets, self.place_of(part), self.loss, dropout)
+            self._begin("backward")
             (loss * (self.scale.scale / parts)).backward()
             total = total + loss.detach() / parts
+        self._begin("optimizer")
         lr = learning_rate(self.done, config.schedule, config.optimizer.lr)
         applied = apply(self.model, self.optimizer, self.scale, config.optimizer.clip, lr, stop)
         self.done += 1
         self.updates += not applied.overflowed
         value, seconds = float(total), time.perf_counter() - start
+        self._begin("")
         report = StepReport(
             step=self.done,
             loss=value,
@@ -122,6 +138,18 @@ class Trainer:
             skipped=applied.overflowed,
         )
         return report, applied.stop
+
+    def _begin(self, phase: str) -> None:
+        """Of a traced step: what begins now, and ends what went on."""
+        if self.model.parallel.mesh.ledger.spans is not None:
+            self._marks.append((phase, time.perf_counter()))
+
+    def trace(self) -> Trace:
+        """What this rank has done since its ledger began to keep spans."""
+        mesh = self.model.parallel.mesh
+        mesh.ledger.settle()
+        phases = [Phase(name, start, stop) for (name, start), (_, stop) in pairwise(self._marks) if name]
+        return Trace(mesh.rank, mesh.ledger.spans or [], phases)
 
     def place_of(self, part: int) -> Place:
         """Where a micro-batch lies in the step's batch: dropout goes by it, and parts drop what the whole would."""
@@ -243,8 +271,19 @@ def open_folder(trainer: Trainer, folder: Path | None, resume: Path | None) -> t
     return from_first(run.path if run else None, mesh.world), run
 
 
-def train(world: World, config: TrainConfig, folder: Path | None, resume: Path | None) -> Outcome | None:
-    """The whole run, on every rank; rank 0 writes, speaks and returns the outcome."""
+def keep_trace(trainer: Trainer, folder: Path) -> None:
+    """All ranks' as trace.json, rank 0's as timeline.png."""
+    traces = from_all(trainer.trace(), trainer.model.parallel.mesh.world)
+    if trainer.model.parallel.mesh.rank == 0:
+        save_trace(traces, folder / "trace.json")
+        draw_timeline({f"rank 0 of {trainer.model.parallel.mesh.cuboid}": traces[0]}, folder / "timeline.png")
+
+
+def train(
+    world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int = 0
+) -> Outcome | None:
+    """The whole run, on every rank; rank 0 writes, speaks and returns the outcome. So many steps as `trace` are traced,
+    from the third on, when everything is warm."""
     trainer = Trainer(config, world)
     if resume is not None:
         trainer.resume(resume)
@@ -258,8 +297,14 @@ def train(world: World, config: TrainConfig, folder: Path | None, resume: Path |
     console.print(introduction(trainer, folder), highlight=False, markup=False, soft_wrap=True)
     with interruptible() as asked, Progress(total, trainer.done, console) as progress:
         stop = False
+        first = trainer.done
         while trainer.done < total and not stop:
+            if trace and trainer.done == first + 2:
+                trainer.model.parallel.mesh.ledger.spans = []
             report, stop = trainer.step(bool(asked))
+            if trace and trainer.done == first + 2 + trace:
+                keep_trace(trainer, folder)
+                trainer.model.parallel.mesh.ledger.spans = None
             progress.update(report)
             metrics: dict[str, float] = {}
             if report.step % log.every == 0 or report.step == total:

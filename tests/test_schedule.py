@@ -1,0 +1,178 @@
+"""The schedule moves work in time and changes no value; traces tell what it did."""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import on, tiny, write_text
+from torch import Tensor
+
+from cuboid.config import ModelConfig
+from cuboid.launch import Pool, World
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.model import Transformer
+from cuboid.parallel.cuboid import LEAST_BYTES_TO_HALVE, CuboidParallel
+from cuboid.schedule import OFF, PREFETCH, Schedule
+from cuboid.trace import Phase, Trace, draw, events, save
+from cuboid.train.loop import Trainer
+
+Pools = Callable[[int], Pool]
+HALVES = Schedule(halves=True)
+MODEL = ModelConfig("llama", layers=3, hidden=24, heads=12, kv_heads=12, vocab=37, context=12, dropout=0.1)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(37, (8, 13), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def stepped(world: World, shape: Cuboid, schedule: Schedule, overlap: bool = True) -> tuple[list[Tensor], list[Any]]:
+    """The gradients of a step, and its collectives in the order of their launch."""
+    mesh = Mesh(shape, world.rank, overlap=overlap)
+    model = Transformer(CuboidParallel(MODEL, mesh), seed=2, schedule=schedule)
+    place = model.parallel.place(8, 12)
+    mesh.ledger.spans = []
+    model(*(place.take(whole, 0) for whole in batch()), place, dropout=3).backward()
+    spans = mesh.ledger.spans
+    mesh.close()
+    return [p.grad for p in model.parameters() if p.grad is not None], spans
+
+
+@pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), Cuboid(2, 3, 2)], ids=str)
+def test_values_do_not_depend_on_the_schedule(shape: Cuboid, pool: Pools) -> None:
+    run = pool(shape.ranks).run
+    plain = run(stepped, shape, OFF, False)
+    for schedule in (OFF, PREFETCH):
+        for rank, (gradients, _) in enumerate(run(stepped, shape, schedule)):
+            assert all(map(torch.equal, gradients, plain[rank][0]))
+    for rank, (gradients, _) in enumerate(run(stepped, shape, HALVES)):
+        for a, b in zip(gradients, plain[rank][0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_launched_when(pool: Pools) -> None:
+    """On x alone the collectives are the weights'; on the other axes the activations'."""
+    shape = Cuboid(2, 2, 1)
+    spans = {s: pool(4).run(stepped, shape, s)[0][1] for s in (OFF, PREFETCH, HALVES)}
+    order = {
+        s: [span.axis + ("" if span.kind == "all_gather" else "'") for span in found] for s, found in spans.items()
+    }
+    # embedding, its scatter, then a block's weights before its first X: with prefetch the next block's as well
+    assert order[OFF][:4] == ["x", "y'", "x", "y"]
+    assert order[PREFETCH][:5] == ["x", "y'", "x", "x", "y"]
+    # two halves: the second's gather is launched before the first's product
+    assert order[HALVES][:7] == ["x", "y'", "y'", "x", "x", "y", "y"]
+    assert sum(axis.startswith("x") for axis in order[PREFETCH]) == sum(axis.startswith("x") for axis in order[OFF])
+    # backward: the block before is on its way before this one's products are done
+    last = len(order[PREFETCH]) - 1 - order[PREFETCH][::-1].index("x")
+    assert order[PREFETCH][last:].count("y") > order[OFF][len(order[OFF]) - 1 - order[OFF][::-1].index("x") :].count(
+        "y"
+    )
+
+
+def test_without_overlap_all_is_waited_for_at_once(pool: Pools) -> None:
+    _, spans = pool(4).run(stepped, Cuboid(2, 2, 1), OFF, False)[0]
+    for one, other in pairwise(spans):
+        assert one.launched <= one.waited <= one.resumed <= other.launched
+
+
+def scheduled(world: World, seq: int, samples: int) -> Schedule:
+    mesh = Mesh(Cuboid(1, 2, 1), world.rank)
+    parallel = CuboidParallel(MODEL.replace(context=4096), mesh)
+    found = parallel.schedule(parallel.place(samples, seq))
+    mesh.close()
+    return found
+
+
+def test_halves_where_they_pay(pool: Pools) -> None:
+    long = LEAST_BYTES_TO_HALVE // (4 * 24 * 2) * 2
+    long += long % 2
+    for seq, samples, halves in ((long, 2, True), (8, 2, False), (long, 1, False)):
+        assert pool(2).run(scheduled, seq, samples)[0].halves == halves
+
+
+# Traces
+
+
+def traced(world: World, text: Path) -> tuple[Trace, float]:
+    trainer = Trainer(tiny(text, *on("2,2,1"), "overlap.halves=on"), world)
+    trainer.step()
+    trainer.model.parallel.mesh.ledger.spans = []
+    trainer.step()
+    found = trainer.trace(), trainer.model.parallel.mesh.ledger.exposed()
+    trainer.model.parallel.mesh.close()
+    return found
+
+
+def test_a_trace_and_the_ledger_agree(pool: Pools, tmp_path: Path) -> None:
+    found = pool(4).run(traced, write_text(tmp_path))
+    for trace, exposed in found:
+        assert [phase.name for phase in trace.phases] == ["forward", "backward", "optimizer"]
+        assert trace.exposed() == pytest.approx(exposed, rel=0.05, abs=1e-3)
+        assert {span.axis for span in trace.spans} == {"x", "y", "world"}
+    path = tmp_path / "trace.json"
+    save([trace for trace, _ in found], path)
+    shown = json.loads(path.read_text())["traceEvents"]
+    assert {event["pid"] for event in shown} == {0, 1, 2, 3}
+    lanes = {event["args"]["name"] for event in shown if event["name"] == "thread_name"}
+    assert {"compute", "x", "y", "z"} <= lanes
+    draw({"on": found[0][0]}, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+def test_waiting_is_no_computing() -> None:
+    from cuboid.ledger import Entry, Span
+
+    span = Span("y", "all_gather", 8, 1.0, Entry(), landed=4.0, waited=2.0, resumed=4.0)
+    trace = Trace(0, [span], [Phase("forward", 0.0, 5.0)])
+    assert trace.computing() == [(0.0, 2.0), (4.0, 5.0)]
+    assert trace.exposed() == 2.0
+    bars = [(e["name"], e["ts"], e["dur"]) for e in events([trace]) if e["ph"] == "X"]
+    assert ("all_gather", 1e6, 3e6) in bars
+    assert ("computing", 4e6, 1e6) in bars
+
+
+# No deadlock
+
+
+def late(world: World, shape: Cuboid, steps: int) -> float:
+    """Steps of a tiny model whose ranks are late at random before a collective."""
+    dice, names = random.Random(world.rank), ("all_gather_single", "all_to_all_single", "all_reduce")
+    before = {name: getattr(dist, name) for name in names}
+
+    def slow(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if dice.random() < 0.05:
+                time.sleep(dice.random() * 2e-3)
+            return before[name](*args, **options)
+
+        return call
+
+    mesh = Mesh(shape, world.rank)
+    model = Transformer(CuboidParallel(MODEL.replace(layers=2), mesh), seed=2, schedule=HALVES)
+    place = model.parallel.place(8, 12)
+    tokens, targets = (place.take(whole, 0) for whole in batch())
+    for name in names:
+        setattr(dist, name, slow(name))
+    try:
+        for _ in range(steps):
+            model.zero_grad()
+            loss = model(tokens, targets, place)
+            loss.backward()
+    finally:
+        for name in names:
+            setattr(dist, name, before[name])
+        mesh.close()
+    return float(loss)
+
+
+@pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), Cuboid(2, 3, 2)], ids=str)
+def test_late_ranks_do_not_lock_each_other(shape: Cuboid, pool: Pools) -> None:
+    assert len(set(pool(shape.ranks).run(late, shape, 60))) == 1
