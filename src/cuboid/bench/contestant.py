@@ -22,7 +22,7 @@ from cuboid.ledger import Ledger
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer
 from cuboid.parallel import Parallel
-from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.parallel.cuboid import CuboidParallel, suitable_schedule
 from cuboid.parallel.one_d import OneD
 from cuboid.parallel.two_d import TwoD
 from cuboid.schedule import OFF, Schedule
@@ -70,11 +70,10 @@ class Contestant:
         return step_cost(p.config, k, at, p.batch, p.seq, p.policy, schedule=self.schedule(p))
 
     def schedule(self, problem: Problem) -> Schedule:
-        """The problem's, of a cuboid; halves where there are activations to hide."""
+        """Of a cuboid the problem's, or what suits its sizes."""
         if self.way not in ("cube", "cuboid", "FSDP×TP") or not self.overlap:
             return OFF
-        asked, moves = problem.schedule, self.shape.y * self.shape.z > 1
-        return Schedule(asked.prefetch, asked.halves and moves)
+        return problem.schedule or suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4)
 
     def parallel(self, problem: Problem, mesh: Mesh) -> Parallel:
         if self.way in ("1-D", "1-D+SP"):

@@ -24,7 +24,6 @@ from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
 from cuboid.mesh import Cuboid
 from cuboid.parallel.cuboid import Policy
-from cuboid.schedule import Schedule
 from cuboid.trace import Phase, Trace, draw
 
 SHAPES = (Cuboid(2, 1, 1), Cuboid(1, 2, 1), Cuboid(1, 1, 2), Cuboid(2, 2, 2))
@@ -129,7 +128,7 @@ def _slowest(ranks: Sequence[Sequence[Times]]) -> list[Times]:
 def overlap(rounds: int, out: Path, console: Console, hidden: int = 1024) -> list[Found]:
     """Two hosts of one rank each on each axis, and eight on (2,2,2)."""
     model = ModelConfig("gpt2", layers=2, hidden=hidden, heads=16, vocab=512, context=256, tied=False)
-    problem = Problem(model, 4, 256, Policy(activations="retain"), Schedule(halves=True))
+    problem = Problem(model, 4, 256, Policy(activations="retain"))
     found: list[Found] = []
     out.mkdir(parents=True, exist_ok=True)
     for shape in SHAPES:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cuboid.config import ModelConfig
 from cuboid.parallel.cuboid import Policy
-from cuboid.schedule import PREFETCH, Schedule
+from cuboid.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Problem:
     batch: int
     seq: int
     policy: Policy = Policy(activations="retain")
-    schedule: Schedule = PREFETCH
+    schedule: Schedule | None = None  # of cuboids; None: what suits the sizes
     seed: int = 0
 
     @property

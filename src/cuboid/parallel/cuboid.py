@@ -30,7 +30,7 @@ from cuboid.embedding import Lookup, lookup
 from cuboid.head import Head, chunk_rows, head_loss
 from cuboid.layout import Spec, ceil_div, cut, round_up
 from cuboid.loss import Loss
-from cuboid.mesh import Axis, Mesh
+from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.norm import Norm, norm
 from cuboid.parallel import Index, Place, Role
 from cuboid.product import Linear, Out, Product, product
@@ -119,11 +119,8 @@ class CuboidParallel:
         bucket.release("forward")
 
     def schedule(self, place: Place) -> Schedule:
-        """What suits these sizes: halves where the batch has two and activations are large enough for it."""
-        s, b, d = (len(part) for part in place.residual)
-        size = s * b * d * (self.dtype or torch.float32).itemsize
-        moves = self.mesh.y.size * self.mesh.z.size > 1
-        return Schedule(halves=moves and b % 2 == 0 and size >= LEAST_BYTES_TO_HALVE)
+        itemsize = (self.dtype or torch.float32).itemsize
+        return suitable_schedule(self.config, self.mesh.cuboid, place.batch, place.seq, itemsize)
 
     # Layers
 
@@ -231,6 +228,14 @@ class CuboidParallel:
         call = Head(W.bucket, weight, targets, start, vocab, loss, mesh, chunk, torch.is_grad_enabled())
         value = yield from head_loss(X, W, call)
         return value
+
+
+def suitable_schedule(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int, itemsize: int) -> Schedule:
+    """Halves where a rank's batch has two and its residual stream is large enough for it to pay."""
+    samples = batch // cuboid.data // gcd(batch // cuboid.data, cuboid.x)
+    size = batch * seq * config.hidden * itemsize // cuboid.ranks
+    moves = cuboid.y * cuboid.z > 1
+    return Schedule(halves=moves and samples % 2 == 0 and size >= LEAST_BYTES_TO_HALVE)
 
 
 def dealt(s: int, parts: int, index: int) -> tuple[Tensor, ...]:
