@@ -103,7 +103,7 @@ class Spec:
     def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
         """The same, as DTensor says it, over `mesh.device_mesh`."""
         found: list[Placement] = []
-        for axis in mesh.NESTING:
+        for axis in mesh.dims:
             dims = [dim for dim, axes in enumerate(self.cuts) if axis in axes]
             found.append(Shard(dims[0]) if dims else Replicate())
         return tuple(found)

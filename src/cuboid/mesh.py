@@ -130,6 +130,7 @@ class Mesh:
         self.ledger = Ledger()
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
+        self._device_meshes: dict[str, DeviceMesh] = {}
         for name, size in cuboid.sizes.items():
             group = self._group(name, size) if size > 1 else None
             setattr(self, name, Axis(name, size, self.coordinates[name], group, self.ledger, overlap))
@@ -151,10 +152,23 @@ class Mesh:
         self._groups.append(group)
         return group
 
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """Of a `device_mesh`: the axes longer than one, or one of them."""
+        return tuple(axis for axis in self.NESTING if self.cuboid.sizes[axis] > 1) or ("x",)
+
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """For DTensors on such devices and `torch.distributed.checkpoint`; nothing is sent over it."""
-        ranks = self.cuboid.array(self.NESTING)
-        return DeviceMesh(device_type, ranks, mesh_dim_names=self.NESTING, _init_backend=False, _rank=self.rank)
+        """For DTensors on such devices and `torch.distributed.checkpoint`. It has our groups; for copies of a GPU's tensors
+        in its host's memory it has none, and nothing can be sent."""
+        if device_type not in self._device_meshes:
+            sizes, groups = [self.cuboid.sizes[axis] for axis in self.dims], [getattr(self, d).group for d in self.dims]
+            ranks, names = torch.from_numpy(self.cuboid.array(self.NESTING)).reshape(sizes), self.dims
+            if device_type == self.device.type and None not in groups:
+                made = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+            else:
+                made = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=self.rank)
+            self._device_meshes[device_type] = made
+        return self._device_meshes[device_type]
 
     def part_of_x(self, size: int) -> Axis:
         """The `size` neighbours on x that share this rank's samples when x cuts the sequence as well as the batch."""
