@@ -158,8 +158,8 @@ class Mesh:
         return tuple(axis for axis in self.NESTING if self.cuboid.sizes[axis] > 1) or ("x",)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """For DTensors on such devices and `torch.distributed.checkpoint`. It has our groups; for copies of a GPU's tensors
-        in its host's memory it has none, and nothing can be sent."""
+        """For DTensors on such devices and `torch.distributed.checkpoint`. It has our groups; for copies of a GPU's
+        tensors in its host's memory it has none, and nothing can be sent."""
         if device_type not in self._device_meshes:
             sizes, groups = [self.cuboid.sizes[axis] for axis in self.dims], [getattr(self, d).group for d in self.dims]
             ranks, names = torch.from_numpy(self.cuboid.array(self.NESTING)).reshape(sizes), self.dims

@@ -3,6 +3,7 @@
 import ast
 import codecs
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -149,8 +150,8 @@ class Piece(NamedTuple):
 
 
 def code(document: Document) -> Iterator[Piece]:
-    """A Python file as `ast` writes it: no comments, no docstrings, one layout. A small model then learns the language
-    rather than English prose about it."""
+    """A Python file as `ast` writes it, no comments, no docstrings, one layout, and with a tab for an indent. A small
+    model then learns the language rather than English prose about it, or to count spaces."""
     text = document.path.read_bytes()[document.start : document.stop].decode("utf-8", "replace")
     try:
         tree = ast.parse(text)
@@ -160,7 +161,12 @@ def code(document: Document) -> Iterator[Piece]:
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    yield Piece(ast.unparse(tree) + "\n", document.size, last=True)
+    lines = (re.sub("^(?: {4})+", _tabs, line) for line in ast.unparse(tree).splitlines(keepends=True))
+    yield Piece("".join(lines) + "\n", document.size, last=True)
+
+
+def _tabs(indent: re.Match[str]) -> str:
+    return "\t" * (len(indent[0]) // 4)
 
 
 def pieces(document: Document) -> Iterator[Piece]:
