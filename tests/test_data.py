@@ -33,7 +33,7 @@ from cuboid.data import (
     unigram_entropy,
 )
 from cuboid.data import text as text_module
-from cuboid.data.text import Document, pieces, split
+from cuboid.data.text import Document, code, pieces, split
 from cuboid.mesh import Axis
 from cuboid.parallel import Index, Place
 from cuboid.parallel.cuboid import dealt
@@ -46,6 +46,15 @@ def write(folder: Path, **files: str) -> Path:
     for name, content in files.items():
         (folder / f"{name}.txt").write_bytes(content.encode())
     return folder
+
+
+def test_code_is_python_without_prose(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text('"""Prose."""\n# more\ndef f(x):\n    """Prose."""\n    if x:  # why\n        return    "a    b"\n')
+    (piece,) = code(Document(file, 0, file.stat().st_size))
+    assert piece.text == "def f(x):\n\tif x:\n\t\treturn 'a    b'\n"
+    file.write_text("no python at all")
+    assert [p.text for p in code(Document(file, 0, 16))] == ["no python at all"]
 
 
 def place(batch: int, seq: int, samples: Tensor, positions: Tensor) -> Place:
