@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
 
 
 def on_cuboid(case: Case, mesh: Mesh) -> Parallel:
-    return CuboidParallel(case.config, mesh, case.policy)
+    return CuboidParallel(case.config, mesh, case.policy, schedule=case.schedule)
 
 
 def compare(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel] = on_cuboid) -> dict[str, float]:
@@ -85,7 +85,7 @@ def compare(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel]
 def step(parallel: Parallel, case: Case) -> Outcome:
     """One forward and backward of the case's model and batch."""
     mesh, loss = parallel.mesh, case.loss
-    model = Transformer(parallel, case.seed, torch.float64, case.recompute, case.schedule)
+    model = Transformer(parallel, case.seed, torch.float64, case.recompute)
     parameters = {name: parameter for name, parameter, _ in declared(model)}
     specs = {name: declaration.spec for name, _, declaration in declared(model)}
     initial = {name: parameter.detach().clone() for name, parameter in parameters.items()}

@@ -13,7 +13,7 @@ from cuboid.verify import Case, verify
 
 GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=24, vocab=37, context=16, ffn=40, dropout=0.1)
 LLAMA = ModelConfig("llama", layers=1, hidden=24, heads=24, kv_heads=4, vocab=41, context=16, ffn=36, head_dim=2)
-HALVES = Schedule(halves=True)
+PARTS = Schedule(parts=2)
 OPTIONS = cycle(
     [
         (GPT2, 12, "fp64", Policy(head_elements=64), "none"),
@@ -29,9 +29,12 @@ CASES = [
     for cuboid, (config, batch, dtype, policy, recompute) in zip(factorisations(ranks), OPTIONS, strict=False)
 ] + [
     Case(GPT2, Cuboid(2, 3, 2), 12, 13),
-    Case(GPT2, Cuboid(2, 3, 2), 12, 13, schedule=HALVES),
-    Case(LLAMA, Cuboid(1, 2, 2), 4, 13, policy=Policy("retain"), recompute="full", schedule=HALVES),
-    Case(LLAMA, Cuboid(4, 2, 1), 4, 16, recompute="selective", schedule=HALVES),
+    Case(GPT2, Cuboid(2, 3, 2), 12, 13, schedule=PARTS),
+    Case(LLAMA, Cuboid(1, 2, 2), 4, 13, policy=Policy("retain"), recompute="full", schedule=PARTS),
+    Case(LLAMA, Cuboid(4, 2, 1), 4, 16, recompute="selective", schedule=PARTS),
+    Case(LLAMA.replace(kv_heads=24), Cuboid(2, 3, 2), 2, 24, schedule=Schedule(chunks=4)),
+    Case(LLAMA, Cuboid(1, 2, 2), 1, 24, recompute="full", schedule=Schedule(chunks=3)),
+    Case(GPT2, Cuboid(1, 3, 2), 4, 13, policy=Policy("retain"), schedule=Schedule(parts=4, chunks=2)),
     Case(LLAMA, Cuboid(2, 1, 2, data=2), 4, 13),
     Case(GPT2, Cuboid(1, 3, 1, data=2), 2, 13, recompute="selective"),
 ]

@@ -36,7 +36,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "weights": ("regather", "retain"),
     "head": ("whole", "chunks"),
     "recompute": ("none", "selective", "full"),
-    "schedule": (OFF, PREFETCH, Schedule(halves=True), Schedule(prefetch=False, halves=True)),
+    "schedule": (OFF, PREFETCH, Schedule(parts=2), Schedule(chunks=2), Schedule(False, parts=2, chunks=3)),
     "smoothing": (0.0, 0.1),
     "z_loss": (0.0, 0.01),
     "ignore": (-100, 2),  # outside the vocabulary, and within

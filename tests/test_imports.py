@@ -30,6 +30,7 @@ CORE = (
     "head",
     "summa",
     "parallel",
+    "parallel.bucketed",
     "parallel.serial",
     "parallel.cuboid",
     "parallel.two_d",

@@ -87,7 +87,11 @@ def keys_of_others() -> Iterator[None]:
 def bias_of_others() -> AbstractContextManager[Any]:
     """Every z-rank adds the first block of the bias to its heads."""
     bias_of = product.bias_of
-    return patch.object(product, "bias_of", lambda out, k, values: bias_of(out, replace(k, index=0), values))
+
+    def first(out: Out, call: product.Product, values: Any) -> Tensor | None:
+        return bias_of(out, replace(call, k=replace(call.k, index=0)), values)
+
+    return patch.object(product, "bias_of", first)
 
 
 def second_use_lost() -> AbstractContextManager[Any]:

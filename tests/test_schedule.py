@@ -18,13 +18,13 @@ from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer
-from cuboid.parallel.cuboid import LEAST_BYTES_TO_HALVE, CuboidParallel
+from cuboid.parallel.cuboid import CuboidParallel, suitable_schedule
 from cuboid.schedule import OFF, PREFETCH, Schedule
 from cuboid.trace import Phase, Trace, draw, events, save
 from cuboid.train.loop import Trainer
 
 Pools = Callable[[int], Pool]
-HALVES = Schedule(halves=True)
+PARTS, CHUNKS = Schedule(parts=4), Schedule(chunks=2)
 MODEL = ModelConfig("llama", layers=3, hidden=24, heads=12, kv_heads=12, vocab=37, context=12, dropout=0.1)
 
 
@@ -36,7 +36,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def stepped(world: World, shape: Cuboid, schedule: Schedule, overlap: bool = True) -> tuple[list[Tensor], list[Any]]:
     """The gradients of a step, and its collectives in the order of their launch."""
     mesh = Mesh(shape, world.rank, overlap=overlap)
-    model = Transformer(CuboidParallel(MODEL, mesh), seed=2, schedule=schedule)
+    model = Transformer(CuboidParallel(MODEL, mesh, schedule=schedule), seed=2)
     place = model.parallel.place(8, 12)
     mesh.ledger.spans = []
     model(*(place.take(whole, 0) for whole in batch()), place, dropout=3).backward()
@@ -52,23 +52,24 @@ def test_values_do_not_depend_on_the_schedule(shape: Cuboid, pool: Pools) -> Non
     for schedule in (OFF, PREFETCH):
         for rank, (gradients, _) in enumerate(run(stepped, shape, schedule)):
             assert all(map(torch.equal, gradients, plain[rank][0]))
-    for rank, (gradients, _) in enumerate(run(stepped, shape, HALVES)):
-        for a, b in zip(gradients, plain[rank][0], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    for schedule in (PARTS, CHUNKS):
+        for rank, (gradients, _) in enumerate(run(stepped, shape, schedule)):
+            for a, b in zip(gradients, plain[rank][0], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_launched_when(pool: Pools) -> None:
     """On x alone the collectives are the weights'; on the other axes the activations'."""
     shape = Cuboid(2, 2, 1)
-    spans = {s: pool(4).run(stepped, shape, s)[0][1] for s in (OFF, PREFETCH, HALVES)}
+    spans = {s: pool(4).run(stepped, shape, s)[0][1] for s in (OFF, PREFETCH, PARTS)}
     order = {
         s: [span.axis + ("" if span.kind == "all_gather" else "'") for span in found] for s, found in spans.items()
     }
     # embedding, its scatter, then a block's weights before its first X: with prefetch the next block's as well
     assert order[OFF][:4] == ["x", "y'", "x", "y"]
     assert order[PREFETCH][:5] == ["x", "y'", "x", "x", "y"]
-    # two halves: the second's gather is launched before the first's product
-    assert order[HALVES][:7] == ["x", "y'", "y'", "x", "x", "y", "y"]
+    # parts: all gather their first X before the first multiplies, the embedding's scatters behind them
+    assert order[PARTS][:11] == ["x", *["y'"] * 4, "x", "x", *["y"] * 4]
     assert sum(axis.startswith("x") for axis in order[PREFETCH]) == sum(axis.startswith("x") for axis in order[OFF])
     # backward: the block before is on its way before this one's products are done
     last = len(order[PREFETCH]) - 1 - order[PREFETCH][::-1].index("x")
@@ -83,25 +84,26 @@ def test_without_overlap_all_is_waited_for_at_once(pool: Pools) -> None:
         assert one.launched <= one.waited <= one.resumed <= other.launched
 
 
-def scheduled(world: World, seq: int, samples: int) -> Schedule:
-    mesh = Mesh(Cuboid(1, 2, 1), world.rank)
-    parallel = CuboidParallel(MODEL.replace(context=4096), mesh)
-    found = parallel.schedule(parallel.place(samples, seq))
-    mesh.close()
-    return found
-
-
-def test_halves_where_they_pay(pool: Pools) -> None:
-    long = LEAST_BYTES_TO_HALVE // (4 * 24) + 2  # tokens of two samples, of which a rank of two has half
-    for seq, samples, halves in ((long, 2, True), (8, 2, False), (long, 1, False)):
-        assert pool(2).run(scheduled, seq, samples)[0].halves == halves
+@pytest.mark.parametrize(
+    ("batch", "seq", "shape", "suits"),
+    [
+        (8, 1024, (2, 2, 1), Schedule(parts=4)),
+        (4, 1024, (2, 2, 1), Schedule(parts=2)),
+        (2, 1024, (2, 2, 1), Schedule(chunks=2)),  # one sample a rank
+        (1, 8192, (1, 1, 2), Schedule(chunks=4)),
+        (8, 8, (2, 2, 1), PREFETCH),  # small
+        (8, 1024, (4, 1, 1), PREFETCH),  # no activations move
+    ],
+)
+def test_what_suits(batch: int, seq: int, shape: tuple[int, int, int], suits: Schedule) -> None:
+    assert suitable_schedule(MODEL.replace(hidden=144), Cuboid(*shape), batch, seq, 4) == suits
 
 
 # Traces
 
 
 def traced(world: World, text: Path) -> tuple[Trace, float]:
-    trainer = Trainer(tiny(text, *on("2,2,1"), "overlap.halves=on"), world)
+    trainer = Trainer(tiny(text, *on("2,2,1"), "overlap.parts=2"), world)
     trainer.step()
     trainer.model.parallel.mesh.ledger.spans = []
     trainer.step()
@@ -155,7 +157,7 @@ def late(world: World, shape: Cuboid, steps: int) -> float:
         return call
 
     mesh = Mesh(shape, world.rank)
-    model = Transformer(CuboidParallel(MODEL.replace(layers=2), mesh), seed=2, schedule=HALVES)
+    model = Transformer(CuboidParallel(MODEL.replace(layers=2), mesh, schedule=PARTS), seed=2)
     place = model.parallel.place(8, 12)
     tokens, targets = (place.take(whole, 0) for whole in batch())
     for name in names:

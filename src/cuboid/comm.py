@@ -16,7 +16,7 @@ Over an axis of size 1 nothing is launched, counted or copied.
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,17 @@ from torch import Tensor
 from cuboid.ledger import Ledger, Span
 from cuboid.mesh import Axis
 
+
+class Pause(NamedTuple):
+    """Where a block of the model can be suspended. Sizes are as large on every rank: turns are taken by them."""
+
+    sent: float = 0  # bytes on their way that it will wait for
+    work: float = 0  # FLOPs that it will then do
+
+
 #: What a block of the model is: a generator that yields wherever a collective has been launched but is not yet
 #: needed, so that something else can run there, and returns its value at the end.
-Steps = Generator[None, None, Any]
+Steps = Generator[Pause | None, None, Any]
 
 
 def run(steps: Steps) -> Any:
@@ -274,7 +282,7 @@ def collective(kind: Kind, x: Tensor, axis: Axis) -> Steps:
         return x
     call = _Call(kind, axis)
     launched = _Launch.apply(x, call)
-    yield
+    yield Pause(sent=_sent(x, axis) * (axis.size if kind == "all_gather" else 1))
     return _Wait.apply(launched, call)
 
 

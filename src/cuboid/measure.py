@@ -54,7 +54,7 @@ class Memory(TorchDispatchMode):
         self._at_peak: list[_Alive] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda x: x)
         for parameter in module.parameters():
-            self._see(_local(parameter), "parameters")
+            self._see(local(parameter), "parameters")
 
     def __enter__(self) -> Self:
         self._hooks.__enter__()
@@ -89,7 +89,7 @@ class Memory(TorchDispatchMode):
 
     def _call(self, tensor: Tensor, kind: str) -> None:
         """From now on known as `kind`, unless it is a parameter."""
-        found = self._alive.get(_local(tensor).untyped_storage().data_ptr())
+        found = self._alive.get(local(tensor).untyped_storage().data_ptr())
         if found is not None and found[0].kind != "parameters":
             found[0].kind = kind
 
@@ -110,7 +110,7 @@ class Memory(TorchDispatchMode):
             self.peak, self._at_peak = self._now, [each for each, _ in now]
 
 
-def _local(x: Tensor) -> Tensor:
+def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -1,19 +1,20 @@
 """The Transformer, written once for every `Parallel`."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from cuboid.attention import Cache
-from cuboid.comm import all_reduce, run
+from cuboid.comm import Steps, all_reduce, run
 from cuboid.loss import Loss
 from cuboid.nn import Block, Norm, Table, declared, initialise, recomputed
 from cuboid.parallel import Parallel, Place
 from cuboid.randomness import key_of
-from cuboid.schedule import PREFETCH, Schedule, in_step
+from cuboid.schedule import in_step
 
 #: What backward computes again rather than keep: nothing, attention, or everything inside a block.
 Recompute = Literal["none", "selective", "full"]
@@ -32,13 +33,12 @@ class Transformer(nn.Module):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         recompute: Recompute = "none",
-        schedule: Schedule = PREFETCH,
     ) -> None:
         super().__init__()
         if recompute not in get_args(Recompute):
             raise ValueError(f"recompute={recompute!r} is not one of {', '.join(get_args(Recompute))}")
         c = self.config = parallel.config
-        self.parallel, self.recompute, self.schedule = parallel, recompute, schedule
+        self.parallel, self.recompute = parallel, recompute
         self.embed = Table(parallel, c.vocab, c.hidden, c.init_std)
         self.positions = None if c.rotary else Table(parallel, c.context, c.hidden, c.init_std)
         self.blocks = nn.ModuleList(Block(parallel, str(i), recompute == "selective") for i in range(c.layers))
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
         self._buckets: dict[nn.Module, Any] = {}
         self._order = [*self.blocks, self.norm]  # forward's; backward's is its reverse
         for part in parts:
-            i = self._order.index(part) if schedule.prefetch and part in self._order else 0
+            i = self._order.index(part) if parallel.schedule.prefetch and part in self._order else 0
             before = self._buckets[self._order[i - 1]] if i else None
             self._buckets[part] = parallel.bucket([(p, d.spec) for _, p, d in declared(part)], before)
 
@@ -84,6 +84,31 @@ class Transformer(nn.Module):
         finally:
             self.parallel.release(self._buckets[part])
 
+    def _shared(
+        self, opened: dict[nn.Module, Any], parts: int, ahead: bool
+    ) -> Callable[[int], AbstractContextManager[Any]]:
+        """The weights of block i for each of several parts of a batch: gathered for the first that comes, released
+        after the last. With `ahead`, the next block's are on their way where a block is held alone."""
+        held: dict[int, Any] = {}
+        left: Counter[int] = Counter()
+
+        @contextmanager
+        def weights(i: int) -> Iterator[Any]:
+            block = self.blocks[i]
+            if i not in held:
+                if ahead and not held:
+                    self._prefetch(i)
+                held[i] = self.parallel.gather(self._buckets[block], opened[block])
+            yield held[i]
+            left[i] += 1
+            if left[i] == parts:
+                del held[i]
+                self.parallel.release(self._buckets[block])
+                if ahead and held:
+                    self._prefetch(min(held))
+
+        return weights
+
     def _residual(
         self,
         opened: dict[nn.Module, Any],
@@ -93,31 +118,38 @@ class Transformer(nn.Module):
         caches: Sequence[Cache] | None = None,
     ) -> Tensor:
         """The residual stream after the last norm."""
-        places, parts = [place], [tokens]
-        if self.schedule.halves and len(place.samples) % 2 == 0 and caches is None:
-            places, parts = list(place.halves()), list(tokens.chunk(2, 1))
-        Xs = self._embed(opened, parts, places)
+        places = place.parts(self.parallel.schedule.parts if caches is None else 1)
+        Xs = self._embed(opened, tokens.chunk(len(places), 1), places)
         if dropout is not None:
             key = key_of(dropout, "embed")
             Xs = [self.parallel.dropout(X, key, at) for X, at in zip(Xs, places, strict=True)]
 
-        def through(block: nn.Module, cache: Cache | None, *Xs: Tensor) -> list[Tensor]:
-            with self._weights(opened, block) as W:  # inside, so that a recomputation gathers too and nothing is kept
-                return in_step([block(X, W, at, dropout, cache) for X, at in zip(Xs, places, strict=True)])
+        again = self.recompute == "full" and torch.is_grad_enabled()
 
-        for i, block in enumerate(self.blocks):
-            self._prefetch(i)
-            if self.recompute == "full" and torch.is_grad_enabled():
-                Xs = recomputed(through, block, None, *Xs)
-            else:
-                Xs = through(block, caches[i] if caches else None, *Xs)
+        def through(blocks: range, *Xs: Tensor) -> list[Tensor]:
+            weights = self._shared(opened, len(Xs), ahead=not again)
+
+            def steps(X: Tensor, at: Place) -> Steps:
+                for i in blocks:
+                    with weights(i) as W:
+                        X = yield from self.blocks[i](X, W, at, dropout, caches[i] if caches else None)
+                return X
+
+            return in_step([steps(X, at) for X, at in zip(Xs, places, strict=True)])
+
+        if again:  # a block at a time: it gathers its weights itself when it is computed again, and nothing is kept
+            for i in range(len(self.blocks)):
+                self._prefetch(i)
+                Xs = recomputed(through, range(i, i + 1), *Xs)
+        else:
+            Xs = through(range(len(self.blocks)), *Xs)
         self._prefetch(len(self.blocks))
         with self._weights(opened, self.norm) as W:
             return run(self.norm(Xs[0] if len(Xs) == 1 else torch.cat(Xs, 1), W))
 
     def _prefetch(self, i: int) -> None:
         """Have the weights of a part and of the next one on their way."""
-        if self.schedule.prefetch:
+        if self.parallel.schedule.prefetch:
             for part in [*self._order, self._classifier][i : i + 2]:
                 self.parallel.prefetch(self._buckets[part])
 
@@ -136,7 +168,8 @@ class Transformer(nn.Module):
         total = torch.zeros((), dtype=torch.float64, device=self.parallel.mesh.device)
         for _, parameter, d in declared(self):
             if parameter.grad is not None:
-                total += parameter.grad.square().sum(dtype=torch.float64) / d.spec.copies(cuboid)
+                norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+                total += norm.square() / d.spec.copies(cuboid)
         return total
 
     def gradient_norm(self) -> Tensor:

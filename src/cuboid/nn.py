@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cuboid.activation import gelu, swiglu
 from cuboid.attention import Cache
-from cuboid.comm import Steps, run
+from cuboid.comm import Pause, Steps, run
 from cuboid.layout import Spec
 from cuboid.parallel import Parallel, Place, Role
 from cuboid.product import Linear as Weighted
@@ -121,6 +121,7 @@ class Attention(nn.Module):
         if self.recompute and torch.is_grad_enabled():
             A = recomputed(lambda q, k, v: run(self.parallel.attend(q, k, v, place)), q, k, v)
         else:
+            yield Pause(work=4 * len(q) * q.numel())
             A = yield from self.parallel.attend(q, k, v, place, cache)
         Y = yield from self.parallel.out_of(A, W, self.out.weighted, heads=self.heads[0])
         return Y

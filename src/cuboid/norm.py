@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm import Flight, Steps, all_gather, all_reduce, token
+from cuboid.comm import Flight, Pause, Steps, all_gather, all_reduce, token
 from cuboid.mesh import Axis
 from cuboid.weights import Bucket, Weights
 
@@ -37,7 +37,7 @@ class Norm:
 
 def norm(x: Tensor, W: Weights, call: Norm) -> Steps:
     launched = _Launch.apply(x, call)
-    yield
+    yield Pause(sent=launched.element_size() * x.shape[0] * x.shape[1] * (call.z.size - 1))
     weights = [W[call.weight]] + ([] if call.bias is None else [W[call.bias]])
     return _Normalise.apply(launched, call, *weights)
 

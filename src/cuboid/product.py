@@ -19,16 +19,20 @@ AG_m and RS_m of the weights are the bucket's (weights.py); the rest is here, as
 
 X may be cut over n by tokens or by heads, Y over k likewise. Cut by heads, the gathered tensor is a stack of blocks,
 one per rank, and the product is written block by block, so that neither gather nor scatter needs a copy.
+
+With `chunks` the three nodes do all this for so many chunks of the tokens, one after another: a chunk is the same rows
+of every rank's part. Whole sequences are then put together again in their order; tokens cut over k come out chunk by
+chunk, and an *out of* product that takes as many chunks gives them back in order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm import Flight, Steps, all_gather, reduce_scatter, token
+from cuboid.comm import Flight, Pause, Steps, all_gather, landed, reduce_scatter, token
 from cuboid.mesh import Axis
 from cuboid.weights import Bucket, Weights
 
@@ -40,10 +44,10 @@ class Linear(NamedTuple):
 
 @dataclass
 class Out:
-    """Outputs that travel in one reduce-scatter: side by side in the last dim, each cut into `blocks` by heads."""
+    """Outputs that travel in one reduce-scatter: side by side in the last dim, cut over k by heads or by tokens."""
 
     linears: Sequence[Linear]
-    blocks: int = 1
+    heads: bool = False
 
 
 @dataclass
@@ -54,15 +58,17 @@ class Product:
     outs: Sequence[Out]
     k: Axis
     n: Axis
-    blocks: int = 1  # of X, cut by heads over n; 1: cut by tokens
+    heads: bool = False  # X is cut by heads over n; else by tokens
     retain: bool = False  # keep AG_n(X) for backward instead of gathering again
-    X: Flight | None = None
-    X_s: Tensor | None = None
+    chunks: int = 1
     b: int = 0
+    X_s: Tensor | None = None
     bias: list[Tensor | None] = field(default_factory=list)
-    Y: list[Flight] = field(default_factory=list)
-    dY: list[Flight] = field(default_factory=list)
-    dX: Flight | None = None
+    # of each chunk, and of Y and dY each out of it
+    X: list[Flight] = field(default_factory=list)
+    Y: list[list[Flight]] = field(default_factory=list)
+    dY: list[list[Flight]] = field(default_factory=list)
+    dX: list[Flight] = field(default_factory=list)
 
     @property
     def linears(self) -> list[Linear]:
@@ -74,13 +80,57 @@ class Product:
         linears = self.linears
         return [linear.weight for linear in linears] + [linear.bias for linear in linears if linear.bias is not None]
 
+    @property
+    def blocks(self) -> int:
+        """Of gathered X."""
+        return self.n.size if self.heads else 1
+
+    def out_blocks(self, out: Out) -> int:
+        """Of Y before it is scattered."""
+        return self.k.size if out.heads else 1
+
+    def cut_X(self, X_s: Tensor) -> Iterable[Tensor]:
+        return cut(X_s, self.chunks, self.k.size if self.heads else 1)
+
+    def join_X(self, X: Sequence[Tensor]) -> Tensor:
+        return join(X, self.k.size if self.heads else 1)
+
+    def cut_Y(self, Y_s: Tensor, out: Out) -> Iterable[Tensor]:
+        return cut(Y_s, self.chunks, self.n.size if out.heads else 1)
+
+    def join_Y(self, Y: Sequence[Tensor], out: Out) -> Tensor:
+        return join(Y, self.n.size if out.heads else 1)
+
+    def pauses(self, X_s: Tensor) -> tuple[Pause, Pause]:
+        """While X is gathered, and while Y is scattered. Of the whole weights, which all ranks have in common."""
+        shapes = [self.bucket.specs[self.bucket.index(linear.weight)].shape for linear in self.linears]
+        n, k = sum(shape[0] for shape in shapes) / self.n.size, shapes[0][1] / self.k.size
+        m = X_s.shape[0] * X_s.shape[1] * (1 if self.heads else self.n.size)
+        X, Y = (m * size * X_s.element_size() * (1 - 1 / axis.size) for size, axis in ((k, self.n), (n, self.k)))
+        return Pause(sent=X, work=2 * m * k * n), Pause(sent=Y)
+
+
+def cut(X: Tensor, chunks: int, parts: int) -> Iterable[Tensor]:
+    """[(parts chunks r) b k] -> chunks of [(parts r) b k]"""
+    if chunks == 1:
+        return (X,)
+    return (chunk.flatten(0, 1) for chunk in X.unflatten(0, (parts, -1)).chunk(chunks, 1))
+
+
+def join(chunks: Sequence[Tensor], parts: int) -> Tensor:
+    """The inverse of `cut`."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat([chunk.unflatten(0, (parts, -1)) for chunk in chunks], 1).flatten(0, 1)
+
 
 def product(X_s: Tensor, W: Weights, call: Product) -> Steps:
     """X_s [s, b, k] -> one tensor [s, b, n] for each of `call.outs`."""
+    gathering, scattering = call.pauses(X_s)
     launched = _Launch.apply(X_s, call)
-    yield
+    yield gathering
     multiplied = _Multiply.apply(launched, call, *(W[parameter] for parameter in call.parameters))
-    yield
+    yield scattering
     return _Finish.apply(multiplied, call)
 
 
@@ -88,62 +138,62 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, X_s: Tensor, call: Product) -> Tensor:
         ctx.call = call
-        call.X, call.X_s = all_gather(X_s, call.n), X_s
+        call.X, call.X_s = [all_gather(chunk, call.n) for chunk in call.cut_X(X_s)], X_s
         call.b = X_s.shape[1]
         return token(X_s)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        call = ctx.call
-        dX_s, call.dX = call.dX.wait(), None
-        return unstack(dX_s, call.b), None
+        call: Product = ctx.call
+        dX_s = call.join_X([unstack(flight.wait(), call.b) for flight in call.dX])
+        call.dX = []
+        return dX_s, None
 
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, launched: Tensor, call: Product, *parameters: Tensor) -> Tensor:
         ctx.call = call
-        assert call.X is not None
         assert call.X_s is not None
-        X = call.X.wait()
-        ctx.save_for_backward(X if call.retain else call.X_s)
-        call.X = call.X_s = None
-        X_mk = stack(X, call.blocks)
         values = dict(zip(map(id, call.parameters), parameters, strict=True))
-        for out in call.outs:
-            Ws = [values[id(linear.weight)] for linear in out.linears]
-            Y_mn = X.new_empty(out.blocks, X_mk.shape[1], sum(W.shape[0] for W in Ws) // out.blocks)
-            for Y, W in zip(columns(Y_mn, Ws), Ws, strict=True):
-                multiply(X_mk, W, Y)
-            call.Y.append(reduce_scatter(Y_mn.flatten(0, 1), call.k))  # (1)
-            call.bias.append(bias_of(out, call.k, values))
-        return token(X)
+        kept = [] if call.retain else [call.X_s]
+        while call.X:
+            X = call.X.pop(0).wait()
+            call.Y.append([reduce_scatter(Y_mn, call.k) for Y_mn in outputs(X, call, values)])  # (1)
+            if call.retain:
+                kept.append(X)
+        ctx.save_for_backward(*kept)
+        call.bias, call.X_s = [bias_of(out, call, values) for out in call.outs], None
+        return token(launched)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         call: Product = ctx.call
-        (X,) = ctx.saved_tensors
-        X_flight = None if call.retain else all_gather(X, call.n)  # under dgrad's product
-        dYs = [stack(flight.wait(), out.blocks) for flight, out in zip(call.dY, call.outs, strict=True)]
+        kept = ctx.saved_tensors
+        # again under dgrad's product
+        Xs = [landed(X) for X in kept] if call.retain else [all_gather(X, call.n) for X in call.cut_X(*kept)]
+        Ws = [call.bucket.again(linear.weight) for linear in call.linears]
+        dYs = []
+        for flights in call.dY:
+            dY = gradients(flights, call, Ws)
+            dX_mk = dY[0].new_empty(call.blocks, dY[0].shape[1], Ws[0].shape[1] // call.blocks)
+            for i, (dY_n, W) in enumerate(zip(dY, Ws, strict=True)):
+                multiply_transposed(dY_n, W, dX_mk, add=i > 0)
+            call.dX.append(reduce_scatter(dX_mk.flatten(0, 1), call.n))  # (2), under wgrad's product
+            dYs.append(dY)
+            del dX_mk
         call.dY = []
-        dY_W = []
-        for dY, out in zip(dYs, call.outs, strict=True):
-            Ws = [call.bucket.again(linear.weight) for linear in out.linears]
-            dY_W += list(zip(columns(dY, Ws), Ws, strict=True))
-        m, k = dYs[0].shape[1], dY_W[0][1].shape[1]
-        dX_mk = X.new_empty(call.blocks, m, k // call.blocks)
-        for i, (dY, W) in enumerate(dY_W):
-            multiply_transposed(dY, W, dX_mk, add=i > 0)
-        call.dX = reduce_scatter(dX_mk.flatten(0, 1), call.n)  # (2), under wgrad's product
-        del dX_mk
-        X_mk = stack(X if X_flight is None else X_flight.wait(), call.blocks)
-        dWs = [weight_gradient(dY, X_mk, W) for dY, W in dY_W]  # (3)
+        dWs = [torch.empty_like(W) for W in Ws]
+        for i, (flight, dY) in enumerate(zip(Xs, dYs, strict=True)):
+            X_mk = stack(flight.wait(), call.blocks)
+            for dW, dY_n in zip(dWs, dY, strict=True):
+                weight_gradient(dY_n, X_mk, dW, add=i > 0)  # (3)
         dbs = [
-            dY.sum(1).reshape(-1)  # dY is whole over k, so db needs no sum over k
-            for (dY, _), linear in zip(dY_W, call.linears, strict=True)
+            torch.stack([dY[i].sum(1).reshape(-1) for dY in dYs]).sum(0)  # dY is whole over k: no sum over k
+            for i, linear in enumerate(call.linears)
             if linear.bias is not None
         ]
-        return token(X), None, *dWs, *dbs
+        return token(dWs[0]), None, *dWs, *dbs
 
 
 class _Finish(torch.autograd.Function):
@@ -151,18 +201,39 @@ class _Finish(torch.autograd.Function):
     def forward(ctx: Any, multiplied: Tensor, call: Product) -> tuple[Tensor, ...]:
         ctx.call = call
         Ys = []
-        for flight, bias in zip(call.Y, call.bias, strict=True):
-            Y_s = unstack(flight.wait(), call.b)
+        for out, flights, bias in zip(call.outs, zip(*call.Y, strict=True), call.bias, strict=True):
+            Y_s = call.join_Y([unstack(flight.wait(), call.b) for flight in flights], out)
             Ys.append(Y_s if bias is None else Y_s.add_(bias))
         call.Y, call.bias = [], []
         return tuple(Ys)
 
     @staticmethod
     def backward(ctx: Any, *dYs: Tensor) -> tuple[Tensor, None]:
-        call = ctx.call
-        call.dY = [all_gather(dY, call.k) for dY in dYs]
+        call: Product = ctx.call
+        parts = [call.cut_Y(dY, out) for dY, out in zip(dYs, call.outs, strict=True)]
+        call.dY = [[all_gather(dY, call.k) for dY in chunk] for chunk in zip(*parts, strict=True)]
         call.bucket.launch_backward()
         return token(dYs[0]), None
+
+
+def outputs(X: Tensor, call: Product, values: Mapping[int, Tensor]) -> Iterable[Tensor]:
+    """Y [(blocks m) n] of each out, before it is scattered."""
+    X_mk = stack(X, call.blocks)
+    for out in call.outs:
+        Ws, blocks = [values[id(linear.weight)] for linear in out.linears], call.out_blocks(out)
+        Y_mn = X.new_empty(blocks, X_mk.shape[1], sum(W.shape[0] for W in Ws) // blocks)
+        for Y, W in zip(columns(Y_mn, Ws), Ws, strict=True):
+            multiply(X_mk, W, Y)
+        yield Y_mn.flatten(0, 1)
+
+
+def gradients(flights: Sequence[Flight], call: Product, Ws: Sequence[Tensor]) -> list[Tensor]:
+    """dY [blocks, m, n] of each weight, gathered."""
+    found: list[Tensor] = []
+    for flight, out in zip(flights, call.outs, strict=True):
+        own = Ws[len(found) : len(found) + len(out.linears)]
+        found += columns(stack(flight.wait(), call.out_blocks(out)), own)
+    return found
 
 
 def stack(X: Tensor, blocks: int) -> Tensor:
@@ -182,14 +253,14 @@ def columns(Y: Tensor, Ws: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return Y.split([W.shape[0] // Y.shape[0] for W in Ws], dim=-1)
 
 
-def bias_of(out: Out, k: Axis, values: Mapping[int, Tensor]) -> Tensor | None:
+def bias_of(out: Out, call: Product, values: Mapping[int, Tensor]) -> Tensor | None:
     """The bias of this rank's columns of Y: of all of them cut by tokens, of the k-th block cut by heads."""
     biases = [values[id(linear.bias)] for linear in out.linears if linear.bias is not None]
     assert len(biases) in (0, len(out.linears)), "linears that share a scatter have a bias each or none at all"
     if not biases:
         return None
-    block = k.index if out.blocks > 1 else 0
-    return torch.cat([bias.view(out.blocks, -1)[block] for bias in biases])
+    block = call.k.index if out.heads else 0
+    return torch.cat([bias.view(call.out_blocks(out), -1)[block] for bias in biases])
 
 
 def tiles(W: Tensor, n_blocks: int, k_blocks: int) -> Tensor:
@@ -214,14 +285,12 @@ def multiply_transposed(dY: Tensor, W: Tensor, dX: Tensor, add: bool) -> None:
             mm(dY_j, W_ji[j, i], dX_i, add=add or j > 0)
 
 
-def weight_gradient(dY: Tensor, X: Tensor, W: Tensor) -> Tensor:
-    """dW[j,i] = dY[j]ᵀ X[i]"""
-    dW = torch.empty_like(W)
+def weight_gradient(dY: Tensor, X: Tensor, dW: Tensor, add: bool) -> None:
+    """dW[j,i] (+)= dY[j]ᵀ X[i]"""
     dW_ji = tiles(dW, len(dY), len(X))
     for j, dY_j in enumerate(dY):
         for i, X_i in enumerate(X):
-            mm(dY_j.T, X_i, dW_ji[j, i], add=False)
-    return dW
+            mm(dY_j.T, X_i, dW_ji[j, i], add)
 
 
 def mm(A: Tensor, B: Tensor, out: Tensor, add: bool) -> None:

@@ -1,8 +1,10 @@
 """What is on its way while something else computes. Values do not depend on it; times do.
 
     prefetch   the next layer's weights are gathered while this one computes, in forward and in backward
-    halves     two halves of a rank's batch go through each block in step: one computes while the other's collective
-               is in flight; autograd plays the same interleaving backwards
+    parts      a rank's batch goes through the blocks in so many parts, in step: one computes while the others'
+               collectives are in flight; autograd plays the same interleaving backwards
+    chunks     a product takes its tokens so many at a time: one chunk is multiplied while the next is gathered and the
+               one before scattered. For a batch that has no parts
 
 What a product can hide by itself it always does: X's second gather under dX's product, dX's scatter under dW's, and
 dW's scatter under everything that follows. On a `Mesh` made with `overlap=False` every collective is awaited where it
@@ -13,25 +15,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cuboid.comm import Steps
+from cuboid.comm import Pause, Steps
 
 
 @dataclass(frozen=True)
 class Schedule:
     prefetch: bool = True
-    halves: bool = False
+    parts: int = 1
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("parts", "chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"a schedule of {name}={getattr(self, name)} is none; use 1 or more")
 
 
 OFF, PREFETCH = Schedule(prefetch=False), Schedule()
 
+#: A step's communication is twice its forward's, its work three times.
+STEP_PER_FORWARD = 3 / 2
+#: How many pauses a part may be ahead of another: less than a block has, so that two blocks' weights are enough.
+MOST_AHEAD = 8
+
+
+@dataclass
+class _Part:
+    steps: Steps
+    ready: float = 0.0  # when what it waits for is thought to have landed
+    work: float = 0.0  # that it does next
+    done: int = 0
+
 
 def in_step(parts: Sequence[Steps]) -> list[Any]:
-    """Play several steps in turn, each up to its next yield; what they return.
+    """Play several steps from pause to pause, one computing while the others' collectives are in flight; what they
+    return.
+
+    Whose turn it is follows from a clock that counts FLOPs, on which a link takes as long over all that is sent as the
+    step's work takes. Of the parts whose collective has landed by then, one that will only launch its next goes
+    before one that computes, and the one ahead before the others; so they spread out, and links and cores are both
+    kept busy. Sizes are the same on all ranks, hence the order is, whatever the time.
 
     >>> def counts(name):
     ...     for i in range(2):
     ...         print(name, i)
-    ...         yield
+    ...         yield Pause(sent=1, work=1)
     ...     return name
     >>> in_step([counts("a"), counts("b")])
     a 0
@@ -41,14 +68,22 @@ def in_step(parts: Sequence[Steps]) -> list[Any]:
     ['a', 'b']
     """
     results: list[Any] = [None] * len(parts)
-    going = list(enumerate(parts))
+    going = {i: _Part(steps) for i, steps in enumerate(parts)}
+    clock = link = work = sent = 0.0
     while going:
-        still = []
-        for i, steps in going:
-            try:
-                next(steps)
-                still.append((i, steps))
-            except StopIteration as end:
-                results[i] = end.value
-        going = still
+        last = min(part.done for part in going.values())
+        free = [i for i, part in going.items() if part.done < last + MOST_AHEAD]
+        i = min(free, key=lambda i: (max(clock, going[i].ready), going[i].work > 0, -going[i].done, i))
+        part = going[i]
+        clock = max(clock, part.ready) + part.work
+        try:
+            pause = next(part.steps) or Pause()
+        except StopIteration as end:
+            results[i] = end.value
+            del going[i]
+            continue
+        work, sent = work + pause.work, sent + pause.sent
+        part.ready, part.work, part.done = clock, pause.work, part.done + 1
+        if pause.sent:
+            part.ready = link = max(link, clock) + pause.sent * STEP_PER_FORWARD * work / sent
     return results

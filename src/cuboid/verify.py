@@ -142,7 +142,7 @@ def unsettle(model: Transformer, seed: int) -> None:
 
 def measure(case: Case, parallel: Parallel) -> Measured:
     storage, _, _ = DTYPES[case.dtype]
-    model = Transformer(parallel, case.seed, storage, case.recompute, case.schedule)
+    model = Transformer(parallel, case.seed, storage, case.recompute)
     unsettle(model, case.seed)
     place = parallel.place(case.batch, case.seq)
     device = parallel.mesh.device
@@ -168,7 +168,7 @@ def verify(world: World, case: Case) -> Report | None:
     """On every rank of the cuboid; rank 0 also runs serially and returns the report."""
     mesh = Mesh(case.cuboid, world.rank, world.device)
     _, compute, tolerance = DTYPES[case.dtype]
-    mine = measure(case, CuboidParallel(case.config, mesh, case.policy, compute))
+    mine = measure(case, CuboidParallel(case.config, mesh, case.policy, compute, case.schedule))
     whole = measure(case, Serial(case.config, compute, world.device)) if world.rank == 0 else None
     report = Report(tolerance=tolerance, peak=mine.memory.at_peak())
     compare(report, case, mesh, mine, whole)

@@ -43,6 +43,9 @@ class Bucket:
         self.parameters = [parameter for parameter, _ in parameters]
         self.specs = [spec for _, spec in parameters]
         self.mesh, self.dtype, self.retain, self.before = mesh, dtype, retain, before
+        self.after: Bucket | None = None
+        if before is not None:
+            before.after = self
         self._in_flight = deque() if in_flight is None else in_flight
         self._index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._whole: list[Tensor] | None = None
@@ -59,6 +62,7 @@ class Bucket:
         ]
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         self._gathers = mesh.x.size > 1 and self._starts[-1] > 0
+        self._even = all(shape[0] % mesh.x.size == 0 for shape in shapes)
 
     def index(self, parameter: nn.Parameter) -> int:
         return self._index[id(parameter)]
@@ -72,9 +76,10 @@ class Bucket:
             self._flight = all_gather(self._pack(), self.mesh.x)
 
     def launch_backward(self) -> None:
-        """The same in backward, and the weights that backward will need after these as well."""
+        """The same in backward, and the weights that backward will need after these as well, once those it needed
+        before are gone: two layers' are whole at a time."""
         self.launch("backward")
-        if self.before is not None:
+        if self.before is not None and not (self.after is not None and "backward" in self.after._holders):
             self.before.launch("backward")
 
     def whole(self) -> list[Tensor]:
@@ -104,7 +109,9 @@ class Bucket:
 
     def _pack(self) -> Tensor:
         like = self.parameters[0]
-        flat = like.new_zeros(self._starts[-1], dtype=self.dtype or like.dtype)
+        flat = like.new_empty(self._starts[-1], dtype=self.dtype or like.dtype)
+        if not self._even:
+            flat.zero_()
         for i, parameter in enumerate(self.parameters):
             if "x" in self.specs[i].cut_by:
                 flat[self._starts[i] :][: parameter.numel()].copy_(parameter.detach().view(-1))
@@ -128,7 +135,9 @@ class Bucket:
             self._gradients.append(list(gradients))
             return
         like = self.parameters[0]
-        flat = like.new_zeros((x.size, self._starts[-1]), dtype=self.dtype or like.dtype)
+        flat = like.new_empty((x.size, self._starts[-1]), dtype=self.dtype or like.dtype)
+        if not self._even or any(gradient is None for gradient in gradients):
+            flat.zero_()
         for i, gradient in enumerate(gradients):
             if gradient is not None and "x" in self.specs[i].cut_by:
                 flat[:, self._starts[i] : self._starts[i + 1]] = self._parts(i, gradient)

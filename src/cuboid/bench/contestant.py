@@ -24,10 +24,11 @@ from cuboid.model import Transformer
 from cuboid.parallel import Parallel
 from cuboid.parallel.cuboid import CuboidParallel, suitable_schedule
 from cuboid.parallel.one_d import OneD
+from cuboid.parallel.serial import Serial
 from cuboid.parallel.two_d import TwoD
 from cuboid.schedule import OFF, Schedule
 
-Way = Literal["1-D", "1-D+SP", "2-D", "2.5-D", "FSDP×TP", "cube", "cuboid", "native", "native ideal"]
+Way = Literal["serial", "1-D", "1-D+SP", "2-D", "2.5-D", "FSDP×TP", "cube", "cuboid", "native", "native ideal"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Contestant:
     @property
     def name(self) -> str:
         k = self.shape
-        if self.way in ("1-D", "1-D+SP"):
+        if self.way in ("serial", "1-D", "1-D+SP"):
             return self.way
         if self.way == "2-D":
             return f"2-D {k.y}×{k.z}"
@@ -70,17 +71,19 @@ class Contestant:
         return step_cost(p.config, k, at, p.batch, p.seq, p.policy, schedule=self.schedule(p))
 
     def schedule(self, problem: Problem) -> Schedule:
-        """Of a cuboid the problem's, or what suits its sizes."""
+        """Of a cuboid, what suits its sizes."""
         if self.way not in ("cube", "cuboid", "FSDP×TP") or not self.overlap:
             return OFF
-        return problem.schedule or suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4)
+        return suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4)
 
     def parallel(self, problem: Problem, mesh: Mesh) -> Parallel:
+        if self.way == "serial":
+            return Serial(problem.config)
         if self.way in ("1-D", "1-D+SP"):
             return OneD(problem.config, mesh, self.way == "1-D+SP")
         if self.way in ("2-D", "2.5-D"):
             return TwoD(problem.config, mesh)
-        return CuboidParallel(problem.config, mesh, problem.policy)
+        return CuboidParallel(problem.config, mesh, problem.policy, schedule=self.schedule(problem))
 
     def runner(self, problem: Problem, world: World) -> "Runner":
         return NativeRunner(self, problem, world) if self.native else ModelRunner(self, problem, world)
@@ -115,11 +118,11 @@ class ModelRunner:
     """Ours, whatever the parallel."""
 
     def __init__(self, contestant: Contestant, problem: Problem, world: World) -> None:
-        self._mesh = Mesh(contestant.shape, world.rank, world.device, overlap=contestant.overlap)
-        self._parallel = contestant.parallel(problem, self._mesh)
-        self.module = Transformer(self._parallel, problem.seed, schedule=contestant.schedule(problem))
+        self.mesh = Mesh(contestant.shape, world.rank, world.device, overlap=contestant.overlap)
+        self._parallel = contestant.parallel(problem, self.mesh)
+        self.module = Transformer(self._parallel, problem.seed)
         self.optimizer: torch.optim.Optimizer = adamw(self.module)
-        self.ledger = self._mesh.ledger
+        self.ledger = self.mesh.ledger
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         place = self._parallel.place(*tokens.shape)
@@ -134,7 +137,7 @@ class ModelRunner:
         return nullcontext()  # it always does
 
     def close(self) -> None:
-        self._mesh.close()
+        self.mesh.close()
 
 
 class NativeRunner:

@@ -36,6 +36,7 @@ from cuboid.cost.native import check_batch, check_model
 from cuboid.launch import World
 from cuboid.layout import Spec
 from cuboid.ledger import Ledger
+from cuboid.measure import local
 from cuboid.mesh import Axis, Cuboid
 from cuboid.randomness import key_of, normal
 
@@ -146,10 +147,6 @@ class Native:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
         _clear_sharding_prop_cache()
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _spec(parameter: Tensor) -> Spec:

@@ -7,7 +7,6 @@ as long as compute, half as long, or twice as long. At best a step with the sche
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.bench.contestant import Contestant
+from cuboid.bench.bare import bare
+from cuboid.bench.contestant import Contestant, ModelRunner
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Spread, machine
-from cuboid.bench.turn import Times, take_step, timed_step
+from cuboid.bench.turn import Times, slowest, take_step, timed_step, turn
 from cuboid.cluster import Cluster
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
 from cuboid.mesh import Cuboid
-from cuboid.parallel.cuboid import Policy
 from cuboid.trace import Phase, Trace, draw
 
 SHAPES = (Cuboid(2, 1, 1), Cuboid(1, 2, 1), Cuboid(1, 1, 2), Cuboid(2, 2, 2))
@@ -42,8 +41,10 @@ class Found:
     off: Spread
     compute: float  # alone
     communication: float  # alone
-    exposed: float  # with the schedule on
+    exposed: float  # with the schedule on, by the ledger
+    traced: float  # the same of one further step, by its trace
     cpu: float  # seconds of all ranks together, with the schedule on
+    tcp: float  # the same of the step's collectives by themselves
 
     @property
     def gain(self) -> float:
@@ -58,12 +59,24 @@ class Found:
     def exposed_share(self) -> float:
         return self.exposed / self.communication
 
+    @property
+    def traced_share(self) -> float:
+        return self.traced / self.communication
+
     def export(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "gain": self.gain,
-            "above_best": self.above_best,
-            "exposed_share": self.exposed_share,
-        }
+        shares = {name: getattr(self, name) for name in ("gain", "above_best", "exposed_share", "traced_share")}
+        return asdict(self) | shares
+
+    def cells(self) -> list[str]:
+        """A row of the table, under `COLUMNS`."""
+        seconds = [f"{value:.2f}" for value in (self.off.median, self.on.median)]
+        alone = [f"{value:.2f}" for value in (self.compute, self.communication, self.above_best)]
+        shares = [f"{self.exposed_share:.0%}", f"{self.traced_share:.0%}", f"{self.cpu:.2f}", f"{self.tcp:.2f}"]
+        return [self.shape, f"{self.ratio:g}", self.rate, *seconds, f"{self.gain:.2f} ×", *alone, *shares]
+
+
+COLUMNS = ("cuboid", "comm : compute", "rate", "off", "on", "gain", "compute", "comm", "on / longer", "exposed")
+COLUMNS += ("in trace", "CPU s", "of it TCP")
 
 
 def steps(world: World, contestant: Contestant, problem: Problem, count: int) -> list[Times]:
@@ -71,18 +84,18 @@ def steps(world: World, contestant: Contestant, problem: Problem, count: int) ->
     cores = sorted(os.sched_getaffinity(0))
     if world.size <= len(cores):
         os.sched_setaffinity(0, {cores[world.rank]})
-    runner = contestant.runner(problem, world)
     try:
-        take_step(runner, problem, problem.seq)
-        return [timed_step(runner, problem) for _ in range(count)]
+        return turn(world, contestant, problem, count, cold=False)
     finally:
-        runner.close()
         os.sched_setaffinity(0, cores)
 
 
 def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:
     """Of one step."""
-    runner = contestant.runner(problem, world)
+    cores = sorted(os.sched_getaffinity(0))
+    if world.size <= len(cores):
+        os.sched_setaffinity(0, {cores[world.rank]})
+    runner = ModelRunner(contestant, problem, world)
     try:
         take_step(runner, problem, problem.seq)
         runner.ledger.spans = []
@@ -90,15 +103,19 @@ def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:
         spans = runner.ledger.spans
     finally:
         runner.close()
-    begin = min(span.launched for span in spans)
-    forward = Phase("forward", begin, begin + times.forward)
-    return Trace(world.rank, spans, [forward, Phase("backward", forward.stop, forward.stop + times.backward)])
+        os.sched_setaffinity(0, cores)
+    phases, start = [], times.began
+    for name in ("forward", "backward", "optimizer"):
+        phases.append(Phase(name, start, start + getattr(times, name)))
+        start = phases[-1].stop
+    return Trace(world.rank, spans, phases)
 
 
 def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> tuple[list[Found], dict[str, Trace]]:
     on, off = (Contestant("cuboid", shape, overlap) for overlap in (True, False))
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
-        probe = _slowest(pool.run(steps, off, problem, 2))[-1]
+        probe = min(slowest(pool.run(steps, off, problem, 3)), key=lambda times: times.step)
+        tcp = sum(each.cpu for each in pool.run(bare, on, problem))
     compute, found, traces = probe.step - probe.exposed, [], {}
     for ratio in RATIOS if shape.ranks == 2 else RATIOS[:1]:
         rate = f"{8e-6 * probe.crossed / (ratio * compute):.1f}mbit"
@@ -107,68 +124,38 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> t
             ons: list[Times] = []
             offs: list[Times] = []
             for _ in range(rounds):
-                offs += _slowest(pool.run(steps, off, problem, 1))
-                ons += _slowest(pool.run(steps, on, problem, 1))
-            if ratio == 1:
-                traces["schedule off"] = pool.run(traced, off, problem)[0]
-                traces["schedule on"] = pool.run(traced, on, problem)[0]
-        waits = [times.exposed for times in offs]
-        alone = Spread.of([times.step - times.exposed for times in offs]).median
+                offs += slowest(pool.run(steps, off, problem, 1))
+                ons += slowest(pool.run(steps, on, problem, 1))
+            last = {name: pool.run(traced, each, problem)[0] for name, each in (("off", off), ("on", on))}
+        if ratio == 1:
+            traces = {f"schedule {name}": trace for name, trace in last.items()}
+        alone, waits, exposed = (
+            Spread.of(values).median
+            for values in (
+                [times.step - times.exposed for times in offs],
+                [times.exposed for times in offs],
+                [times.exposed for times in ons],
+            )
+        )
+        on_off = (Spread.of([times.step for times in each]) for each in (ons, offs))
         cpu = Spread.of([times.cpu for times in ons]).median * shape.ranks
-        exposed = Spread.of([times.exposed for times in ons]).median
-        steps_on, steps_off = (Spread.of([times.step for times in each]) for each in (ons, offs))
-        found.append(Found(str(shape), ratio, rate, steps_on, steps_off, alone, Spread.of(waits).median, exposed, cpu))
+        found.append(Found(str(shape), ratio, rate, *on_off, alone, waits, exposed, last["on"].exposed(), cpu, tcp))
     return found, traces
-
-
-def _slowest(ranks: Sequence[Sequence[Times]]) -> list[Times]:
-    return [max(step, key=lambda times: times.step) for step in zip(*ranks, strict=True)]
 
 
 def overlap(rounds: int, out: Path, console: Console, hidden: int = 1024) -> list[Found]:
     """Two hosts of one rank each on each axis, and eight on (2,2,2)."""
-    model = ModelConfig("gpt2", layers=2, hidden=hidden, heads=16, vocab=512, context=256, tied=False)
-    problem = Problem(model, 4, 256, Policy(activations="retain"))
-    found: list[Found] = []
+    model = ModelConfig("gpt2", layers=4, hidden=hidden, heads=16, vocab=512, context=128, tied=False)
+    problem, found = Problem(model, 8, 128), []
     out.mkdir(parents=True, exist_ok=True)
     for shape in SHAPES:
         more, traces = measure(shape, problem, rounds, console)
         found += more
         draw(traces, out / f"overlap-{shape.x}{shape.y}{shape.z}.png")
-    report = {"machine": machine(), "problem": problem.export(), "rows": [each.export() for each in found]}
-    (out / "overlap.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    show(found, console)
-    console.print(str((out / "overlap.json").absolute()), soft_wrap=True, highlight=False)
-    return found
-
-
-def show(found: Sequence[Found], console: Console) -> None:
-    columns = (
-        "cuboid",
-        "comm : compute",
-        "rate",
-        "off",
-        "on",
-        "gain",
-        "compute",
-        "comm",
-        "on / longer",
-        "exposed",
-        "CPU s",
-    )
-    table = Table(*columns, title="Seconds a step, schedule off and on", title_justify="left")
+        report = {"machine": machine(), "problem": problem.export(), "rows": [each.export() for each in found]}
+        (out / "overlap.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    table = Table(*COLUMNS, title="Seconds a step, schedule off and on", title_justify="left")
     for each in found:
-        table.add_row(
-            each.shape,
-            f"{each.ratio:g}",
-            each.rate,
-            f"{each.off.median:.2f}",
-            f"{each.on.median:.2f}",
-            f"{each.gain:.2f} ×",
-            f"{each.compute:.2f}",
-            f"{each.communication:.2f}",
-            f"{each.above_best:.2f}",
-            f"{each.exposed_share:.0%}",
-            f"{each.cpu:.2f}",
-        )
+        table.add_row(*each.cells())
     console.print(table)
+    return found

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from cuboid.config import ModelConfig
 from cuboid.parallel.cuboid import Policy
-from cuboid.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,6 @@ class Problem:
     batch: int
     seq: int
     policy: Policy = Policy(activations="retain")
-    schedule: Schedule | None = None  # of cuboids; None: what suits the sizes
     seed: int = 0
 
     @property
@@ -37,7 +35,7 @@ class Problem:
         heads = self.config.heads
         hidden = max(1, round(self.config.hidden * factor / heads)) * heads
         config = self.config.replace(hidden=hidden, head_dim=hidden // heads, ffn=4 * hidden)
-        return Problem(config, round(self.batch * factor), self.seq, self.policy, self.schedule, self.seed)
+        return Problem(config, round(self.batch * factor), self.seq, self.policy, self.seed)
 
     def export(self) -> dict[str, Any]:
         return asdict(self)

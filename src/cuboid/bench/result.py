@@ -17,7 +17,7 @@ from cuboid import __version__
 from cuboid.bench.bound import step_bytes
 from cuboid.bench.contestant import Contestant
 from cuboid.bench.problem import Problem
-from cuboid.bench.turn import Count, Times
+from cuboid.bench.turn import Count, Times, slowest
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,20 @@ class Row:
 
     def add(self, ranks: Sequence[Sequence[Times]]) -> None:
         """A turn's steps, as every rank timed them. The slowest rank's is the step's."""
-        for step in zip(*ranks, strict=True):
-            slowest = max(step, key=lambda times: times.step)
-            exposed = sum(times.exposed for times in step) / len(step)
-            crossed, cpu = max(times.crossed for times in step), sum(times.cpu for times in step)
-            sample = {"step": slowest.step, "forward": slowest.forward, "backward": slowest.backward}
-            network = 8 * crossed / self.bits / slowest.step if self.bits else 0.0
-            sample |= {
-                "optimizer": slowest.optimizer,
-                "exposed": exposed,
-                "crossed": crossed,
-                "network": network,
-                "cpu": cpu,
-            }
-            self.samples.append(sample)
+        for last, step in zip(slowest(ranks), zip(*ranks, strict=True), strict=True):
+            crossed = max(times.crossed for times in step)
+            self.samples.append(
+                {
+                    "step": last.step,
+                    "forward": last.forward,
+                    "backward": last.backward,
+                    "optimizer": last.optimizer,
+                    "exposed": sum(times.exposed for times in step) / len(step),
+                    "crossed": crossed,
+                    "network": 8 * crossed / self.bits / last.step if self.bits else 0.0,
+                    "cpu": sum(times.cpu for times in step),
+                }
+            )
 
     def spread(self, name: str) -> Spread:
         return Spread.of([sample[name] for sample in self.samples])

@@ -2,19 +2,19 @@
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from cuboid.bench.contestant import Contestant, Runner
 from cuboid.bench.problem import Problem
 from cuboid.cluster import sent
 from cuboid.launch import World
-from cuboid.measure import Memory, count_flops
+from cuboid.measure import Memory, count_flops, local
 
 Counts = dict[str, dict[str, tuple[int, int]]]
 
@@ -39,13 +39,18 @@ class Times:
     backward: float
     optimizer: float
     exposed: float  # waiting for communication; not known of native
-    in_flight: float  # collectives from launch to landing, summed
     crossed: int  # bytes that left this rank's host, all its ranks'
     cpu: float  # seconds of all this rank's threads
+    began: float  # by `time.perf_counter`
 
     @property
     def step(self) -> float:
         return self.forward + self.backward + self.optimizer
+
+
+def slowest(ranks: Sequence[Sequence[Times]]) -> list[Times]:
+    """Of each step, as every rank timed them."""
+    return [max(step, key=lambda times: times.step) for step in zip(*ranks, strict=True)]
 
 
 def count(world: World, contestant: Contestant, problem: Problem) -> Count:
@@ -63,8 +68,7 @@ def count(world: World, contestant: Contestant, problem: Problem) -> Count:
             with count_flops() as counter, runner.counted():
                 runner.forward(*problem.data()).backward()
             flops = counter.get_total_flops()
-        shards = [p.to_local() if isinstance(p, DTensor) else p for p in runner.module.parameters()]
-        parameters = sum(shard.nbytes for shard in shards)
+        parameters = sum(local(p).nbytes for p in runner.module.parameters())
         peak = memory.peak + 2 * parameters if metered else 0
         return Count(float(loss.detach()), traffic, predicted.counts(), flops, peak, parameters)
     finally:
@@ -111,9 +115,8 @@ def timed_step(runner: Runner, problem: Problem) -> Times:
     dist.barrier()
     crossed = sent_to_others() - before
     exposed = runner.ledger.exposed()
-    in_flight = sum(entry.in_flight for entry in runner.ledger.entries.values())
     forward, backward, optimizer = (stop - start for start, stop in pairwise(marks))
-    return Times(forward, backward, optimizer, exposed, in_flight, crossed, cpu)
+    return Times(forward, backward, optimizer, exposed, crossed, cpu, marks[0])
 
 
 def now() -> float:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from cuboid.bench.accuracy import accuracy
 from cuboid.bench.contestant import Contestant, every, possible, scaling
+from cuboid.bench.cpu import cpu
 from cuboid.bench.overlap import overlap
 from cuboid.bench.plot import draw
 from cuboid.bench.problem import Problem
@@ -57,7 +58,8 @@ def bench(
         typer.Argument(
             help="strong: one problem on more and more ranks. weak: a problem that grows with the ranks. layouts: "
             "every layout and cuboid of one number of ranks. overlap: the schedule on and off, on two hosts and on "
-            "eight. accuracy: loss curves of 1-D, 2-D and 3-D on one text."
+            "eight. cpu: CPU seconds of every cuboid against one device's. accuracy: loss curves of 1-D, 2-D and 3-D "
+            "on one text."
         ),
     ],
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 8,64.")] = "",
@@ -93,10 +95,14 @@ def bench(
         accuracy(steps or (50 if quick else 200), out, console)
         return
     if what == "overlap":
-        overlap(rounds or (2 if quick else 5), out, console)
+        overlap(rounds or (2 if quick else 5), out, console, hidden or 1024)
+        return
+    if what == "cpu":
+        for size in _whole_numbers(ranks or "8"):
+            cpu(size, rounds or (2 if quick else 5), out, console, hidden or 1024)
         return
     if what not in SETTINGS:
-        raise ValueError(f"there is no benchmark {what!r}; choose one of {', '.join(SETTINGS)}, overlap, accuracy")
+        raise ValueError(f"there is no benchmark {what!r}; choose one of {', '.join(SETTINGS)}, overlap, cpu, accuracy")
     own = (QUICK if quick else SETTINGS)[what]
     rates = [each.strip() for each in (own.rate if rate is None else rate).split(",")]
     if under_torchrun():

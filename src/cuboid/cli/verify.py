@@ -47,7 +47,8 @@ def verify(
     recompute: Annotated[
         str, typer.Option(help="none, selective (attention) or full (each block) in backward.")
     ] = "none",
-    halves: Annotated[bool, typer.Option("--halves", help="Two half-batches in step.")] = False,
+    parts: Annotated[int, typer.Option(help="Parts of a batch in step.", min=1)] = 1,
+    chunks: Annotated[int, typer.Option(help="Chunks of a product's tokens.", min=1)] = 1,
     label_smoothing: Annotated[float, typer.Option()] = 0.0,
     z_loss: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
@@ -70,7 +71,7 @@ def verify(
     )
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     loss = Loss(label_smoothing=label_smoothing, z_loss=z_loss)
-    schedule = Schedule(halves=halves)
+    schedule = Schedule(parts=parts, chunks=chunks)
     case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed, schedule)  # type: ignore[arg-type]
     console = Console(stderr=as_json)
     if steps:
@@ -127,7 +128,7 @@ def training(case: Case, steps: int) -> TrainConfig:
         schedule=replace(default.schedule, steps=steps, warmup=min(steps, default.schedule.warmup)),
         precision=replace(default.precision, dtype="bf16" if case.dtype == "bf16" else "fp32"),
         memory=MemorySection(case.policy.activations, case.policy.weights, case.recompute, case.policy.head_elements),
-        overlap=OverlapSection(halves="on" if case.schedule.halves else "off"),
+        overlap=OverlapSection(parts=case.schedule.parts, chunks=case.schedule.chunks),
         loss=LossSection(case.loss.label_smoothing, case.loss.z_loss),
     )
 

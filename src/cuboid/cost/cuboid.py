@@ -8,7 +8,7 @@ from cuboid.cost import Cost, Counter
 from cuboid.head import chunk_rows
 from cuboid.layout import ceil_div, round_up
 from cuboid.mesh import Cuboid
-from cuboid.parallel.cuboid import Policy
+from cuboid.parallel.cuboid import Policy, chunk_count
 from cuboid.schedule import PREFETCH, Schedule
 
 
@@ -25,10 +25,10 @@ def step_cost(
     schedule: Schedule = PREFETCH,
 ) -> Cost:
     """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products. A
-    schedule of halves sends the same bytes in more calls."""
+    schedule of parts or chunks sends the same bytes in more calls."""
     config.check(cuboid, batch, seq)
     sizes = parameter_size, compute_size
-    return _Step(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule.halves).cost
+    return _Step(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule).cost
 
 
 #: A parameter [n, k] with the axes that cut n (before x does) and k; None cuts nothing.
@@ -49,7 +49,7 @@ class _Step(Counter):
         recompute: str,
         parameter_size: int,
         compute_size: int,
-        halves: bool,
+        schedule: Schedule,
     ) -> None:
         super().__init__(cuboid, coordinates)
         self.c, self.policy, self.recompute = config, policy, recompute
@@ -61,7 +61,8 @@ class _Step(Counter):
         unit = lcm(self.y, self.z, 2 if self.context > 1 else 1) * self.context
         self.s = round_up(seq, unit) // self.context
         self.m = self.s * self.b  # tokens of the x-slice
-        self.parts = 2 if halves and self.b % 2 == 0 else 1
+        self.parts = schedule.parts if self.b % schedule.parts == 0 else 1
+        self.chunks = chunk_count(self.s, self.y, self.z, schedule.chunks)
         self.d = config.hidden // self.z
         self.summed_over_y = 0  # elements of norm gradients
         self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
@@ -88,7 +89,7 @@ class _Step(Counter):
         self.scatter(axis, whole, p=p)
 
     def in_parts(self, formula: Callable[[], None]) -> None:
-        """What each half of the batch adds, if the schedule halves it."""
+        """What each part of the batch adds."""
         whole = self.b, self.m
         self.b, self.m = self.b // self.parts, self.m // self.parts
         for _ in range(self.parts):
@@ -146,16 +147,18 @@ class _Step(Counter):
         self.reduce("z", statistics, self.wide)
         self.save(rows * self.d * self.e + statistics * self.wide)
 
-    def product(self, k: int, outs: Sequence[int], k_axis: str, n_axis: str) -> None:
-        """(1)–(3) of X [m, k] and outputs [m, n] for each n in `outs`, sizes gathered."""
-        retain = self.policy.activations == "retain"
-        for _ in range(self.forwards + (not retain)):
-            self.gather(n_axis, self.m * k)  # X, once more for wgrad
-        for n in outs:
-            for _ in range(self.forwards):
-                self.scatter(k_axis, self.m * n)  # Y
-            self.gather(k_axis, self.m * n)  # dY
-        self.scatter(n_axis, self.m * k)  # dX
+    def product(self, k: int, outs: Sequence[int], k_axis: str, n_axis: str, whole: bool = False) -> None:
+        """(1)–(3) of X [m, k] and outputs [m, n] for each n in `outs`, sizes gathered; in chunks unless as a whole."""
+        retain, chunks = self.policy.activations == "retain", 1 if whole else self.chunks
+        m = self.m // chunks
+        for _ in range(chunks):
+            for _ in range(self.forwards + (not retain)):
+                self.gather(n_axis, m * k)  # X, once more for wgrad
+            for n in outs:
+                for _ in range(self.forwards):
+                    self.scatter(k_axis, m * n)  # Y
+                self.gather(k_axis, m * n)  # dY
+            self.scatter(n_axis, m * k)  # dX
         self.cost.flops += (self.forwards + 2) * 2 * self.m * k * sum(outs)
         self.save(self.m * k * self.e // (1 if retain else self.axes[n_axis]))
 
@@ -187,7 +190,7 @@ class _Step(Counter):
         c, y, z, m = self.c, self.y, self.z, self.m
         q, kv = c.q_dim // y, self.part(c.kv_dim, "y")
         few = c.kv_heads % (y * z) != 0  # keys and values then come out cut by tokens
-        self.product(self.d, [q, 2 * kv] if few else [q + 2 * kv], k_axis="z", n_axis="y")
+        self.product(self.d, [q, 2 * kv] if few else [q + 2 * kv], "z", "y", whole=few)
         if self.recompute == "selective":
             self.save((m * q + 2 * m * kv) // z * self.e)
             self.forwards, self.saving = 2, False

@@ -51,14 +51,14 @@ class Place:
     logits: Index
     turn: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
 
-    def halves(self) -> tuple["Place", "Place"]:
-        """This rank's samples in two."""
-        first, second = self.samples.chunk(2)
-        return self._of(first), self._of(second)
-
-    def _of(self, samples: Tensor) -> "Place":
-        residual, logits = self.residual._replace(b=samples), self.logits._replace(b=samples)
-        return replace(self, samples=samples, residual=residual, logits=logits)
+    def parts(self, count: int) -> list["Place"]:
+        """This rank's samples in so many equal parts, or in one where they cannot be cut so."""
+        if count == 1 or len(self.samples) % count:
+            return [self]
+        return [
+            replace(self, samples=b, residual=self.residual._replace(b=b), logits=self.logits._replace(b=b))
+            for b in self.samples.chunk(count)
+        ]
 
     def take(self, whole: Tensor, fill: int) -> Tensor:
         """[batch, seq] of all ranks -> this rank's [s, b], padding filled with `fill`."""
@@ -77,6 +77,7 @@ class Weights(Protocol):
 class Parallel(Protocol):
     config: ModelConfig
     mesh: Mesh
+    schedule: Schedule
 
     def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
         """How a parameter is cut, what its replicas are, and over which axes its gradient is summed."""
@@ -84,9 +85,6 @@ class Parallel(Protocol):
     def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
         """Which slice of a batch (ids and targets alike) this rank takes. A step of decoding pads the batch rather than
         cut the sequence."""
-
-    def schedule(self, place: Place) -> Schedule:
-        """What suits these sizes."""
 
     def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Any = None) -> Any:
         """Weights that travel together. Those of the bucket `before` are needed next in backward."""

@@ -33,10 +33,10 @@ from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.norm import Norm, norm
 from cuboid.parallel import Index, Place, Role
+from cuboid.parallel.bucketed import Bucketed
 from cuboid.product import Linear, Out, Product, product
-from cuboid.randomness import dropout
-from cuboid.schedule import Schedule
-from cuboid.weights import Bucket, Weights, gather, open_buckets
+from cuboid.schedule import PREFETCH, Schedule
+from cuboid.weights import Bucket, Weights
 
 SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
     "into.weight": ((("y", "x"), ("z",)), ()),
@@ -48,8 +48,8 @@ SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
 }
 
 
-#: Of the residual stream. Below it a collective is mostly latency, and two of half the size cost more than they hide.
-LEAST_BYTES_TO_HALVE = 1 << 18
+#: Of a part of the residual stream. Below it a collective is mostly latency, and more of them cost more than they hide.
+LEAST_PART = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,16 @@ class Policy:
                 raise ValueError(f"policy {name}={getattr(self, name)!r} is not one of regather, retain")
 
 
-class CuboidParallel:
+class CuboidParallel(Bucketed):
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, policy: Policy = Policy(), dtype: torch.dtype | None = None
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        policy: Policy = Policy(),
+        dtype: torch.dtype | None = None,
+        schedule: Schedule = PREFETCH,
     ) -> None:
-        self.config, self.mesh, self.policy, self.dtype = config, mesh, policy, dtype
+        self.config, self.mesh, self.policy, self.dtype, self.schedule = config, mesh, policy, dtype, schedule
         self._in_flight: deque[Bucket] = deque()
         config.check(mesh.cuboid, mesh.cuboid.data, 1)
 
@@ -101,26 +106,8 @@ class CuboidParallel:
         turn = rotation(self.config, positions) if self.config.rotary else None
         return Place(batch, seq, start, samples, positions, context, residual, logits, turn)
 
-    # Weights
-
     def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Bucket | None = None) -> Bucket:
         return Bucket(parameters, self.mesh, self.dtype, self.policy.weights == "retain", self._in_flight, before)
-
-    def open(self, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
-        return open_buckets(buckets, self.mesh)
-
-    def prefetch(self, bucket: Bucket) -> None:
-        bucket.launch("forward")
-
-    def gather(self, bucket: Bucket, opened: Tensor) -> Weights:
-        return gather(bucket, opened)
-
-    def release(self, bucket: Bucket) -> None:
-        bucket.release("forward")
-
-    def schedule(self, place: Place) -> Schedule:
-        itemsize = (self.dtype or torch.float32).itemsize
-        return suitable_schedule(self.config, self.mesh.cuboid, place.batch, place.seq, itemsize)
 
     # Layers
 
@@ -136,25 +123,28 @@ class CuboidParallel:
         Y = yield from norm(X, W, call)
         return Y
 
-    def _product(self, X: Tensor, W: Weights, outs: Sequence[Out], k: Axis, n: Axis, blocks: int = 1) -> Steps:
-        retain = self.policy.activations == "retain"
-        Ys = yield from product(X, W, Product(W.bucket, outs, k, n, blocks, retain))
+    def _product(
+        self, X: Tensor, W: Weights, outs: Sequence[Out], k: Axis, n: Axis, heads: bool = False, whole: bool = False
+    ) -> Steps:
+        """In chunks, unless as a `whole`."""
+        retain, s = self.policy.activations == "retain", X.shape[0] * (1 if heads else n.size)
+        chunks = chunk_count(s, k.size, n.size, 1 if whole else self.schedule.chunks)
+        Ys = yield from product(X, W, Product(W.bucket, outs, k, n, heads, retain, chunks))
         return Ys
 
     def into(self, X: Tensor, W: Weights, linears: Sequence[Linear], heads: Sequence[int] = ()) -> Steps:
         y, z = self.mesh.y, self.mesh.z
         # outputs whose heads y·z cannot cut come out cut by tokens; `attend` gathers them
         whole = [bool(heads) and heads[i] % (y.size * z.size) == 0 for i in range(len(linears))]
-        groups = [(True, z.size), (False, 1)]
         outs = [
-            Out(chosen, blocks)
-            for by_heads, blocks in groups
+            Out(chosen, by_heads)
+            for by_heads in (True, False)
             if (chosen := [linear for linear, by in zip(linears, whole, strict=True) if by == by_heads])
         ]
-        Ys = yield from self._product(X, W, outs, k=z, n=y)
+        Ys = yield from self._product(X, W, outs, k=z, n=y, whole=bool(heads) and not all(whole))
         found: dict[int, Tensor] = {}
         for Y, out in zip(Ys, outs, strict=True):
-            rows = [W[linear.weight].shape[0] // out.blocks for linear in out.linears]
+            rows = [W[linear.weight].shape[0] // (z.size if out.heads else 1) for linear in out.linears]
             parts = Y.split(rows, dim=-1) if len(rows) > 1 else (Y,)
             found.update(zip(map(id, out.linears), parts, strict=True))
         Ys = [found[id(linear)] for linear in linears]
@@ -162,7 +152,7 @@ class CuboidParallel:
 
     def out_of(self, X: Tensor, W: Weights, linear: Linear, heads: int = 0) -> Steps:
         y, z = self.mesh.y, self.mesh.z
-        (Y,) = yield from self._product(X, W, [Out([linear])], k=y, n=z, blocks=z.size if heads else 1)
+        (Y,) = yield from self._product(X, W, [Out([linear])], k=y, n=z, heads=bool(heads))
         return Y
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, cache: Cache | None = None) -> Steps:
@@ -214,11 +204,9 @@ class CuboidParallel:
         pieces = kv.chunk(2 * context.size)
         return torch.cat((*pieces[::2], *pieces[::-2])).chunk(2, 2)
 
-    def dropout(self, X: Tensor, key: int, place: Place) -> Tensor:
-        return dropout(X, self.config.dropout, key, place.residual)
-
     def logits(self, X: Tensor, W: Weights, weight: nn.Parameter) -> Steps:
-        (Y,) = yield from self.into(X, W, [Linear(weight, None)])
+        outs = [Out([Linear(weight, None)])]
+        (Y,) = yield from self._product(X, W, outs, k=self.mesh.z, n=self.mesh.y, whole=True)
         return Y
 
     def head_loss(self, X: Tensor, W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
@@ -231,11 +219,23 @@ class CuboidParallel:
 
 
 def suitable_schedule(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int, itemsize: int) -> Schedule:
-    """Halves where a rank's batch has two and its residual stream is large enough for it to pay."""
+    """Where activations move and are large enough for it to pay: four parts of a rank's batch, or two, or chunks."""
     samples = batch // cuboid.data // gcd(batch // cuboid.data, cuboid.x)
-    size = batch * seq * config.hidden * itemsize // cuboid.ranks
-    moves = cuboid.y * cuboid.z > 1
-    return Schedule(halves=moves and samples % 2 == 0 and size >= LEAST_BYTES_TO_HALVE)
+    most = batch * seq * config.hidden * itemsize // cuboid.ranks // LEAST_PART
+    if cuboid.y * cuboid.z == 1 or most < 2:
+        return PREFETCH
+    parts = next((n for n in (4, 2) if n <= most and samples % n == 0), 1)
+    return Schedule(parts=parts) if parts > 1 else Schedule(chunks=min(4, most))
+
+
+def chunk_count(s: int, y: int, z: int, wanted: int) -> int:
+    """Into how many equal chunks of whole rows a sequence of s can be taken, cut by y as by z: at most `wanted`.
+
+    >>> chunk_count(48, 2, 3, 4), chunk_count(36, 2, 3, 4)
+    (4, 3)
+    """
+    rows = s // lcm(y, z)
+    return next(n for n in range(min(wanted, rows), 0, -1) if rows % n == 0)
 
 
 def dealt(s: int, parts: int, index: int) -> tuple[Tensor, ...]:

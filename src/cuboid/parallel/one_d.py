@@ -36,11 +36,10 @@ from cuboid.layout import Spec, ceil_div, cut, round_up
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.parallel import Index, Place, Role
+from cuboid.parallel.bucketed import Bucketed
 from cuboid.parallel.serial import _RMSNorm
 from cuboid.product import Linear
-from cuboid.randomness import dropout
-from cuboid.schedule import OFF, Schedule
-from cuboid.weights import Bucket, Weights, gather, open_buckets
+from cuboid.weights import Weights
 
 CUTS: dict[Role, tuple[tuple[str, ...], ...]] = {
     "into.weight": (("y",), ()),
@@ -73,7 +72,7 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
             )
 
 
-class OneD:
+class OneD(Bucketed):
     def __init__(
         self,
         config: ModelConfig,
@@ -108,26 +107,6 @@ class OneD:
         turn = rotation(self.config, positions) if self.config.rotary else None
         return Place(batch, seq, start, samples, positions, self.mesh.x, residual, logits, turn)
 
-    # Weights: where they are needed, so a bucket moves nothing but its gradients' sums
-
-    def schedule(self, place: Place) -> Schedule:
-        return OFF
-
-    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Bucket | None = None) -> Bucket:
-        return Bucket(parameters, self.mesh, self.dtype)
-
-    def open(self, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
-        return open_buckets(buckets, self.mesh)
-
-    def prefetch(self, bucket: Bucket) -> None:
-        pass
-
-    def gather(self, bucket: Bucket, opened: Tensor) -> Weights:
-        return gather(bucket, opened)
-
-    def release(self, bucket: Bucket) -> None:
-        bucket.release("forward")
-
     # Layers
 
     def embed(self, ids: Tensor, tables: Sequence[tuple[Weights, nn.Parameter]], place: Place) -> Steps:
@@ -161,9 +140,6 @@ class OneD:
     def out_of(self, X: Tensor, W: Weights, linear: Linear, heads: int = 0) -> Steps:
         Y = yield from collective(self._after, F.linear(X, W[linear.weight]), self.mesh.y)
         return Y if linear.bias is None else Y + W[linear.bias]
-
-    def dropout(self, X: Tensor, key: int, place: Place) -> Tensor:
-        return dropout(X, self.config.dropout, key, place.residual)
 
     def logits(self, X: Tensor, W: Weights, weight: nn.Parameter) -> Steps:
         (Y,) = yield from self.into(X, W, [Linear(weight, None)])

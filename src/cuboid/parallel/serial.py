@@ -30,6 +30,8 @@ class _Plain:
 
 
 class Serial:
+    schedule: Schedule = OFF
+
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> None:
@@ -46,9 +48,6 @@ class Serial:
         b, d, v = (torch.arange(n, device=device) for n in (batch, self.config.hidden, self.config.vocab))
         turn = rotation(self.config, s) if self.config.rotary else None
         return Place(batch, seq, start, b, s, Axis("x", 1, 0), Index(s, b, d), Index(s, b, v), turn)
-
-    def schedule(self, place: Place) -> Schedule:
-        return OFF
 
     def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: _Plain | None = None) -> _Plain:
         return _Plain(self.dtype)

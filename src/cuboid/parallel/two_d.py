@@ -27,10 +27,9 @@ from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.norm import Norm, norm
 from cuboid.parallel import Index, Place, Role
+from cuboid.parallel.bucketed import Bucketed
 from cuboid.product import Linear
-from cuboid.randomness import dropout
-from cuboid.schedule import OFF, Schedule
-from cuboid.weights import Bucket, Weights, gather, open_buckets
+from cuboid.weights import Weights
 
 SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
     "into.weight": ((("z",), ("y",)), ("x",)),
@@ -63,7 +62,7 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
         raise ValueError(f"batch={batch} cannot be cut into data·x·y={parts}; use batch {round_up(batch, parts)}")
 
 
-class TwoD:
+class TwoD(Bucketed):
     def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype | None = None) -> None:
         check(config, mesh.cuboid, mesh.cuboid.ranks, 1)
         self.config, self.mesh, self.dtype = config, mesh, dtype
@@ -88,26 +87,6 @@ class TwoD:
         residual, logits = Index(positions, samples, hidden), Index(positions, samples, classes)
         turn = rotation(config, positions) if config.rotary else None
         return Place(batch, seq, start, samples, positions, Axis("x", 1, 0), residual, logits, turn)
-
-    # Weights: shards are what the kernels send, so a bucket moves nothing but its gradients' sums
-
-    def schedule(self, place: Place) -> Schedule:
-        return OFF
-
-    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Bucket | None = None) -> Bucket:
-        return Bucket(parameters, self.mesh, self.dtype)
-
-    def open(self, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
-        return open_buckets(buckets, self.mesh)
-
-    def prefetch(self, bucket: Bucket) -> None:
-        pass
-
-    def gather(self, bucket: Bucket, opened: Tensor) -> Weights:
-        return gather(bucket, opened)
-
-    def release(self, bucket: Bucket) -> None:
-        bucket.release("forward")
 
     # Layers
 
@@ -138,9 +117,6 @@ class TwoD:
     def out_of(self, X: Tensor, W: Weights, linear: Linear, heads: int = 0) -> Steps:
         return summa.product(X, W, [linear], self.mesh)
         yield
-
-    def dropout(self, X: Tensor, key: int, place: Place) -> Tensor:
-        return dropout(X, self.config.dropout, key, place.residual)
 
     def logits(self, X: Tensor, W: Weights, weight: nn.Parameter) -> Steps:
         return summa.logits(X, W, self._head(W, weight))

@@ -123,7 +123,8 @@ class OverlapSection:
     """what is sent while something else computes"""
 
     prefetch: bool = key(True, "gather the next layer's weights while this one computes")
-    halves: Literal["auto", "on", "off"] = key("auto", "half-batches in step, one computes while the other sends")
+    parts: int = key(0, "of a batch in step, one computes while others send; 1: none, 0: what suits", at_least=0)
+    chunks: int = key(0, "of a product's tokens, multiplied while others are sent; 1: none, 0: what suits", at_least=0)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from cuboid.loss import Loss
 from cuboid.mesh import Mesh
 from cuboid.model import Transformer
 from cuboid.parallel import Index, Parallel, Place
-from cuboid.parallel.cuboid import CuboidParallel, Policy
+from cuboid.parallel.cuboid import CuboidParallel, Policy, suitable_schedule
 from cuboid.parallel.serial import Serial
 from cuboid.randomness import key_of
 from cuboid.schedule import Schedule
@@ -59,9 +59,11 @@ class Outcome:
 
 
 def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
-    memory, mesh = config.memory, Mesh(config.cuboid_shape(), world.rank, world.device)
-    policy = Policy(memory.activations, memory.weights, memory.head_elements)
-    return CuboidParallel(model, mesh, policy, COMPUTE[config.precision.dtype])
+    memory, d, asked, dtype = config.memory, config.data, config.overlap, COMPUTE[config.precision.dtype]
+    cuboid, policy = config.cuboid_shape(), Policy(memory.activations, memory.weights, memory.head_elements)
+    suits = suitable_schedule(model, cuboid, d.batch // d.micro_batches, d.seq, (dtype or torch.float32).itemsize)
+    schedule = Schedule(asked.prefetch, asked.parts or suits.parts, asked.chunks or suits.chunks)
+    return CuboidParallel(model, Mesh(cuboid, world.rank, world.device), policy, dtype, schedule)
 
 
 def on_one_device(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
@@ -77,11 +79,6 @@ def corpus_of(config: TrainConfig) -> data.Corpus:
     return data.load([Path(path) for path in d.paths], tokenizer, d.val_fraction)
 
 
-def schedule_of(config: TrainConfig, parallel: Parallel, place: Place) -> Schedule:
-    own, asked = parallel.schedule(place), config.overlap
-    return Schedule(asked.prefetch, own.halves if asked.halves == "auto" else asked.halves == "on")
-
-
 class Trainer:
     """Model, optimizer and place in the data of one rank; `step` takes one step. Weights at rest are of `dtype`."""
 
@@ -95,8 +92,7 @@ class Trainer:
         self.config, self.corpus = config, corpus_of(config)
         parallel, d = layout(config, config.model_config(self.corpus.vocab), world), config.data
         self.place = parallel.place(d.batch // d.micro_batches, d.seq)
-        schedule = schedule_of(config, parallel, self.place)
-        self.model = Transformer(parallel, config.seed, dtype, config.memory.checkpoint, schedule)
+        self.model = Transformer(parallel, config.seed, dtype, config.memory.checkpoint)
         self.corpus.check(self.model.config.vocab)
         self.optimizer = adamw(self.model, config.optimizer)
         self.loss = Loss(label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss)
