@@ -183,17 +183,14 @@ class _Multiply(torch.autograd.Function):
             dYs.append(dY)
             del dX_mk
         call.dY = []
-        dWs = [torch.empty_like(W) for W in Ws]
-        for i, (flight, dY) in enumerate(zip(Xs, dYs, strict=True)):
+        for flight, dY in zip(Xs, dYs, strict=True):
             X_mk = stack(flight.wait(), call.blocks)
-            for dW, dY_n in zip(dWs, dY, strict=True):
-                weight_gradient(dY_n, X_mk, dW, add=i > 0)  # (3)
-        dbs = [
-            torch.stack([dY[i].sum(1).reshape(-1) for dY in dYs]).sum(0)  # dY is whole over k: no sum over k
-            for i, linear in enumerate(call.linears)
-            if linear.bias is not None
-        ]
-        return token(dWs[0]), None, *dWs, *dbs
+            for dY_n, (weight, bias) in zip(dY, call.linears, strict=True):
+                weight_gradient(dY_n, X_mk, *call.bucket.gradient(weight))  # (3)
+                if bias is not None:
+                    db, add = call.bucket.gradient(bias)  # dY is whole over k, so db needs no sum over k
+                    db.add_(dY_n.sum(1).view(-1)) if add else db.copy_(dY_n.sum(1).view(-1))
+        return token(Ws[0]), None, *[None] * len(call.parameters)
 
 
 class _Finish(torch.autograd.Function):

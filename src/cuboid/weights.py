@@ -51,6 +51,7 @@ class Bucket:
         self._whole: list[Tensor] | None = None
         self._flight: Flight | None = None
         self._holders: set[Holder] = set()
+        self._sums: dict[int, Tensor] = {}
         self._gradients: list[Flight | list[Tensor | None]] = []
         shapes = [spec.local_shape(mesh.cuboid, mesh.coordinates, gathered=("x",)) for spec in self.specs]
         self._shapes = shapes
@@ -104,6 +105,7 @@ class Bucket:
         """Forget what an earlier step left: weights retained for a backward that never came are stale."""
         self._whole, self._flight = None, None
         self._holders.clear()
+        self._sums.clear()
         self._gradients.clear()
         self._in_flight.clear()
 
@@ -126,9 +128,19 @@ class Bucket:
 
     # Gradients: whole -> shards
 
+    def gradient(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        """Where the whole weight's gradient is added up, and whether there is anything yet to add to. So the parts of
+        a batch need no tensor each."""
+        i = self.index(parameter)
+        found = i in self._sums
+        if not found:
+            self._sums[i] = parameter.new_empty(self._shapes[i], dtype=self.dtype or parameter.dtype)
+        return self._sums[i], found
+
     def reduce(self, gradients: Sequence[Tensor | None]) -> None:
-        """Launch the sum over x of the whole weights' gradients."""
+        """Launch the sum over x of the whole weights' gradients, given or added up."""
         x = self.mesh.x
+        gradients = [self._sums.pop(i, gradient) for i, gradient in enumerate(gradients)]
         if all(gradient is None for gradient in gradients):
             return
         if not self._gathers:

@@ -116,9 +116,9 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> t
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
         probe = min(slowest(pool.run(steps, off, problem, 3)), key=lambda times: times.step)
         tcp = sum(each.cpu for each in pool.run(bare, on, problem))
-    compute, found, traces = probe.step - probe.exposed, [], {}
+    found, traces = [], {}
     for ratio in RATIOS if shape.ranks == 2 else RATIOS[:1]:
-        rate = f"{8e-6 * probe.crossed / (ratio * compute):.1f}mbit"
+        rate = fitting_rate(off, problem, probe, ratio)
         console.print(f"{shape}: communication : compute = {ratio:g}, {rate} a host", highlight=False)
         with Cluster(shape.ranks, rate) as cluster, Pool(shape.ranks, cluster) as pool:
             ons: list[Times] = []
@@ -141,6 +141,16 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> t
         cpu = Spread.of([times.cpu for times in ons]).median * shape.ranks
         found.append(Found(str(shape), ratio, rate, *on_off, alone, waits, exposed, last["on"].exposed(), cpu, tcp))
     return found, traces
+
+
+def fitting_rate(off: Contestant, problem: Problem, probe: Times, ratio: float) -> str:
+    """Of links over which communication alone takes `ratio` times as long as compute alone; a link does not carry quite
+    what it is set to, so a first guess is tried."""
+    compute = probe.step - probe.exposed
+    guess = 8e-6 * probe.crossed / (ratio * compute)
+    with Cluster(off.shape.ranks, f"{guess:.1f}mbit") as cluster, Pool(off.shape.ranks, cluster) as pool:
+        tried = min(slowest(pool.run(steps, off, problem, 2)), key=lambda times: times.step)
+    return f"{guess * tried.exposed / (ratio * compute):.1f}mbit"
 
 
 def overlap(rounds: int, out: Path, console: Console, hidden: int = 1024) -> list[Found]:
