@@ -14,7 +14,7 @@ from cuboid.activation import gelu, swiglu
 from cuboid.attention import Cache
 from cuboid.comm import Steps, run
 from cuboid.layout import Spec
-from cuboid.parallel import Parallel, Place, Role
+from cuboid.parallel import Attend, Parallel, Place, Role
 from cuboid.product import Linear as Weighted
 from cuboid.randomness import key_of, normal
 
@@ -104,24 +104,37 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
 
 
+class HeadNorm(Module):
+    """RMSNorm of each head's features, of queries or of keys."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__(parallel)
+        self.weight = self.declare("weight", "head_norm", parallel.config.head_dim, mean=1.0)
+
+
 class Attention(nn.Module):
-    def __init__(self, parallel: Parallel, recompute: bool) -> None:
+    """Of each token to those before it, or, not `causal`, to all."""
+
+    def __init__(self, parallel: Parallel, recompute: bool = False, causal: bool = True) -> None:
         super().__init__()
         c = parallel.config
-        self.recompute = recompute
+        self.recompute, self.causal = recompute, causal
         self.parallel, self.heads = parallel, (c.heads, c.kv_heads, c.kv_heads)
-        self.q = Linear(parallel, "into", c.q_dim, c.hidden, bool(c.bias), c.init_std)
-        self.k = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.bias), c.init_std)
-        self.v = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.bias), c.init_std)
+        self.q = Linear(parallel, "into", c.q_dim, c.hidden, bool(c.qkv_bias), c.init_std)
+        self.k = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.qkv_bias), c.init_std)
+        self.v = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.qkv_bias), c.init_std)
+        self.norm_q, self.norm_k = (HeadNorm(parallel), HeadNorm(parallel)) if c.qk_norm else (None, None)
         self.out = Linear(parallel, "out_of", c.hidden, c.q_dim, bool(c.bias), c.init_std / (2 * c.layers) ** 0.5)
 
     def forward(self, X: Tensor, W: Any, place: Place, cache: Cache | None = None) -> Steps:
         qkv = [self.q.weighted, self.k.weighted, self.v.weighted]
         q, k, v = yield from self.parallel.into(X, W, qkv, heads=self.heads)
+        norms = None if self.norm_q is None or self.norm_k is None else (W[self.norm_q.weight], W[self.norm_k.weight])
+        how = Attend(self.causal, cache, norms)
         if self.recompute and torch.is_grad_enabled():
-            A = recomputed(lambda q, k, v: run(self.parallel.attend(q, k, v, place)), q, k, v)
+            A = recomputed(lambda q, k, v: run(self.parallel.attend(q, k, v, place, how)), q, k, v)
         else:
-            A = yield from self.parallel.attend(q, k, v, place, cache)
+            A = yield from self.parallel.attend(q, k, v, place, how)
         Y = yield from self.parallel.out_of(A, W, self.out.weighted, heads=self.heads[0])
         return Y
 

@@ -19,12 +19,13 @@ from cuboid.train.keys import assignment, build, flatten, key, keys, toml, value
 
 @dataclass(frozen=True)
 class RopeScalingSection:
-    """Llama 3.1's stretching of the rotary wavelengths"""
+    """stretching of the rotary wavelengths"""
 
     factor: float = key(1.0, "how far; 1: not at all", at_least=1)
     low_freq_factor: float = key(1.0, "wavelengths beyond original_context / this are stretched", above=0)
     high_freq_factor: float = key(4.0, "wavelengths within original_context / this are not", above=0)
     original_context: int = key(8192, "the context the model was first trained on", at_least=1)
+    kind: Literal["llama3", "linear"] = key("llama3", "as Llama 3.1 does, or all wavelengths alike")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class ModelSection:
     context: int = key(0, "longest sequence; 0: data.seq", at_least=0)
     tied: bool | Literal["auto"] = key("auto", "head and embedding share their weight; auto: what the family does")
     bias: bool | Literal["auto"] = key("auto", "linears have biases; auto: what the family does")
+    qkv_bias: bool | Literal["auto"] = key("auto", "queries, keys and values have biases; auto: as bias")
+    qk_norm: bool = key(False, "RMSNorm of each head's queries and keys")
+    window: int = key(0, "tokens that attention looks back on, which a sequence must not exceed; 0: all", at_least=0)
     dropout: float = key(0.0, "share of the residual stream's elements zeroed in training", at_least=0, below=1)
     norm_eps: float = key(1e-5, "added to the variance in norms", at_least=0)
     init_std: float = key(0.02, "spread of the initial weights", above=0)
@@ -183,7 +187,7 @@ class TrainConfig:
         values = {each.name: getattr(m, each.name) for each in fields(ModelConfig)}
         values["vocab"] = m.vocab or vocab
         values["context"] = m.context or self.data.seq
-        for name in ("tied", "bias"):
+        for name in ("tied", "bias", "qkv_bias"):
             values[name] = None if values[name] == "auto" else values[name]
         values["rope_scaling"] = None
         if scaling.factor > 1:
@@ -263,7 +267,7 @@ def _preset(name: str) -> dict[str, Any]:
     model = PRESETS[name]
     values = {f"model.{each.name}": getattr(model, each.name) for each in fields(ModelConfig)}
     for word, blank, written in [(w, 0, 0) for w in ("kv_heads", "head_dim", "ffn")] + [
-        (w, None, "auto") for w in ("tied", "bias")
+        (w, None, "auto") for w in ("tied", "bias", "qkv_bias")
     ]:
         if model.replace(**{word: blank}) == model:
             values[f"model.{word}"] = written
