@@ -85,8 +85,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Tensor:
-    """Attention to all of the sequence: q [s, b, h, e], k and v [t, b, g, e] -> [s, b, (h e)]. Keys from `tokens` on are
-    padding."""
+    """Attention to the whole sequence: q [s, b, h, e], k and v [t, b, g, e] -> [s, b, (h e)]. Keys from `tokens` on
+    are padding."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k[:tokens], v[:tokens]))  # s b h e -> b h s e
     y = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
     return y.permute(2, 0, 1, 3).flatten(2)  # b h s e -> s b (h e)

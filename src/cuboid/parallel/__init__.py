@@ -77,6 +77,9 @@ class Attend(NamedTuple):
     norms: tuple[Tensor, Tensor] | None = None
 
 
+CAUSAL = Attend()
+
+
 class Weights(Protocol):
     """The weights of one layer, ready for use."""
 
@@ -121,7 +124,7 @@ class Parallel(Protocol):
         """Products that leave the residual stream, of one X. With `heads`, each output's count of heads, whole heads
         of whole sequences come out, ready for `attend`."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = Attend()) -> Steps:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
         """Attention of the outputs of `into(..., heads=…)`."""
 
     def out_of(self, X: Tensor, W: Any, linear: Linear, heads: int = 0) -> Steps:

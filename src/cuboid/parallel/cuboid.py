@@ -32,7 +32,7 @@ from cuboid.layout import Spec, ceil_div, cut, round_up
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.norm import Norm, norm
-from cuboid.parallel import Attend, Index, Place, Role
+from cuboid.parallel import CAUSAL, Attend, Index, Place, Role
 from cuboid.parallel.serial import RMSNorm
 from cuboid.product import Linear, Out, Product, product
 from cuboid.randomness import dropout
@@ -167,7 +167,7 @@ class CuboidParallel:
         (Y,) = yield from self._product(X, W, [Out([linear])], k=y, n=z, blocks=z.size if heads else 1)
         return Y
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = Attend()) -> Steps:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
         if k.dim() == 3:  # cut by tokens
             k, v = yield from self._few_heads(k, v)
         if how.norms is not None:

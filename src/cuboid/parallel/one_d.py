@@ -35,7 +35,7 @@ from cuboid.head import chunk_rows
 from cuboid.layout import Spec, ceil_div, cut, round_up
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
-from cuboid.parallel import Attend, Index, Place, Role
+from cuboid.parallel import CAUSAL, Attend, Index, Place, Role
 from cuboid.parallel.serial import RMSNorm, attend_whole
 from cuboid.product import Linear
 from cuboid.randomness import dropout
@@ -153,7 +153,7 @@ class OneD:
         Ys = [Y if bias is None else Y + W[bias] for Y, (_, bias) in zip(Ys, linears, strict=True)]
         return [Y.unflatten(-1, (-1, self.config.head_dim)) for Y in Ys] if heads else Ys
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = Attend()) -> Steps:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
         return attend_whole(q, k, v, place, how)
         yield
 

@@ -13,7 +13,7 @@ from cuboid.config import ModelConfig
 from cuboid.layout import Spec
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
-from cuboid.parallel import Attend, Index, Place, Role
+from cuboid.parallel import CAUSAL, Attend, Index, Place, Role
 from cuboid.product import Linear
 from cuboid.randomness import dropout
 from cuboid.schedule import OFF, Schedule
@@ -84,7 +84,7 @@ class Serial:
         return [Y.unflatten(-1, (h, -1)) for Y, h in zip(Ys, heads, strict=True)] if heads else Ys
         yield
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = Attend()) -> Steps:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
         if how.norms is not None:
             q, k = (RMSNorm.apply(x, w, self.config.norm_eps) for x, w in zip((q, k), how.norms, strict=True))
         return attend_whole(q, k, v, place, how)

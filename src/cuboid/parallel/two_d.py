@@ -26,7 +26,7 @@ from cuboid.layout import Spec, cut, round_up
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.norm import Norm, norm
-from cuboid.parallel import Attend, Index, Place, Role
+from cuboid.parallel import CAUSAL, Attend, Index, Place, Role
 from cuboid.parallel.serial import attend_whole
 from cuboid.product import Linear
 from cuboid.randomness import dropout
@@ -130,7 +130,7 @@ class TwoD:
         return [Y.unflatten(-1, (-1, self.config.head_dim)) for Y in Ys] if heads else Ys
         yield
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = Attend()) -> Steps:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
         if place.turn is not None:
             v = v.contiguous()  # else the view would keep q's and k's memory as well
         return attend_whole(q, k, v, place, how)
