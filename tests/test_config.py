@@ -33,7 +33,7 @@ def test_the_embedded_default_can_run() -> None:
 
 
 def test_the_model_section_has_every_key_of_a_model() -> None:
-    assert {f.name for f in fields(ModelSection)} == {f.name for f in fields(ModelConfig)} | {"preset"}
+    assert {f.name for f in fields(ModelSection)} == {f.name for f in fields(ModelConfig)} | {"preset", "pretrained"}
     assert {f.name for f in fields(RopeScalingSection)} == {f.name for f in fields(RopeScaling)}
 
 

@@ -23,13 +23,13 @@ class Transformer(nn.Module):
     """A GPT-2 or Llama language model; `forward` gives the loss of a batch, the mean over the tokens of all ranks.
 
     Tokens and targets are this rank's, [s, b], as `Place.take` cuts them out of the whole batch. `dropout` is a seed
-    for this batch's dropout; None is none.
+    for this batch's dropout; None is none. A model without a `seed` is to be filled from a checkpoint.
     """
 
     def __init__(
         self,
         parallel: Parallel,
-        seed: int = 0,
+        seed: int | None = 0,
         dtype: torch.dtype = torch.float32,
         recompute: Recompute = "none",
         schedule: Schedule = PREFETCH,
@@ -46,7 +46,8 @@ class Transformer(nn.Module):
         self.head = None if c.tied else Table(parallel, c.vocab, c.hidden, c.init_std)
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
-        initialise(self, seed)
+        if seed is not None:
+            initialise(self, seed)
         parts = [part for part in (self.embed, self.positions, *self.blocks, self.norm, self.head) if part is not None]
         self._buckets: dict[nn.Module, Any] = {}
         self._order = [*self.blocks, self.norm]  # forward's; backward's is its reverse

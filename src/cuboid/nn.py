@@ -123,7 +123,8 @@ class Attention(nn.Module):
         self.q = Linear(parallel, "into", c.q_dim, c.hidden, bool(c.qkv_bias), c.init_std)
         self.k = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.qkv_bias), c.init_std)
         self.v = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.qkv_bias), c.init_std)
-        self.norm_q, self.norm_k = (HeadNorm(parallel), HeadNorm(parallel)) if c.qk_norm else (None, None)
+        self.norm_q = HeadNorm(parallel) if c.qk_norm else None
+        self.norm_k = HeadNorm(parallel) if c.qk_norm else None
         self.out = Linear(parallel, "out_of", c.hidden, c.q_dim, bool(c.bias), c.init_std / (2 * c.layers) ** 0.5)
 
     def forward(self, X: Tensor, W: Any, place: Place, cache: Cache | None = None) -> Steps:
