@@ -1,19 +1,23 @@
 """Layers, written against a `Parallel`. Each holds its rank's shards under the names of the whole model's parameters.
 
-A layer's `forward` is `Steps`; `W` are the gathered weights of the bucket its parameters travel in.
+A layer's `forward` is `Steps`; `W` are the gathered weights of the bucket its parameters travel in. A `Model` makes the
+buckets, one for each of its parts, and gathers them. To write one of your own: docs/your-own-model.md.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from cuboid.activation import gelu, swiglu
 from cuboid.attention import Cache
-from cuboid.comm import Steps, run
+from cuboid.comm import Steps, all_reduce, run
 from cuboid.layout import Spec
+from cuboid.mesh import Mesh
 from cuboid.parallel import Attend, Parallel, Place, Role
 from cuboid.product import Linear as Weighted
 from cuboid.randomness import key_of, normal
@@ -182,3 +186,79 @@ class Block(nn.Module):
 
     def _dropout(self, X: Tensor, place: Place, seed: int | None, site: str) -> Tensor:
         return X if seed is None else self.parallel.dropout(X, key_of(seed, f"{self.name}.{site}"), place)
+
+
+class Model(nn.Module):
+    """A model of parts: the weights of one part travel together, and are whole while it runs.
+
+    A subclass makes its parts and calls `finish`. Its forward begins with `open`, and runs each part inside `weights`.
+    """
+
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self._buckets: dict[nn.Module, Any] = {}
+
+    def finish(
+        self, parts: Sequence[nn.Module], seed: int | None, dtype: torch.dtype, order: Sequence[nn.Module] = ()
+    ) -> None:
+        """Every parameter in one of `parts`; first values by `seed`, or none yet. Of the parts in `order`, the order in
+        which forward runs them, backward gathers the next one's weights while one computes."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        if seed is not None:
+            initialise(self, seed)
+        following = dict(zip(order[1:], order, strict=False))
+        for part in parts:
+            before = self._buckets[following[part]] if part in following else None
+            self._buckets[part] = self.parallel.bucket([(p, d.spec) for _, p, d in declared(part)], before)
+
+    def open(self) -> dict[nn.Module, Any]:
+        """Begin a step."""
+        return dict(zip(self._buckets, self.parallel.open(list(self._buckets.values())), strict=True))
+
+    @contextmanager
+    def weights(self, opened: dict[nn.Module, Any], part: nn.Module) -> Iterator[Any]:
+        """The whole weights of a part, for its layers' `W`."""
+        try:
+            yield self.parallel.gather(self._buckets[part], opened[part])
+        finally:
+            self.parallel.release(self._buckets[part])
+
+    @torch.no_grad()
+    def gradient_square(self) -> Tensor:
+        """This rank's share of the squared norm of the whole gradient: what several ranks hold, each counts in part."""
+        cuboid = self.parallel.mesh.cuboid
+        total = torch.zeros((), dtype=torch.float64, device=self.parallel.mesh.device)
+        for _, parameter, d in declared(self):
+            if parameter.grad is not None:
+                total += parameter.grad.square().sum(dtype=torch.float64) / d.spec.copies(cuboid)
+        return total
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole model's gradient, exact on every rank: one small all-reduce over all ranks."""
+        return all_reduce(self.gradient_square(), self.parallel.mesh.world).wait().sqrt()
+
+    def state(self) -> dict[str, DTensor]:
+        """The parameters under the whole model's names, as DTensors in the same memory: what is loaded into them, by
+        `torch.distributed.checkpoint` say, is the model's."""
+        mesh = self.parallel.mesh
+        return {name: d.spec.dtensor(parameter.detach(), mesh) for name, parameter, d in declared(self)}
+
+    def dtensors(self) -> dict[str, nn.Parameter]:
+        """The parameters as DTensors that any torch optimizer and `clip_grad_norm_` take as they take whole tensors:
+        they share the shards' memory, and backward leaves its gradients on them. Call it once."""
+        found = {}
+        for name, parameter, d in declared(self):
+            found[name] = nn.Parameter(d.spec.dtensor(parameter.detach(), self.parallel.mesh))
+            parameter.register_post_accumulate_grad_hook(_handing_to(found[name], d.spec, self.parallel.mesh))
+        return found
+
+
+def _handing_to(whole: nn.Parameter, spec: Spec, mesh: Mesh) -> Callable[[Tensor], None]:
+    def hand(shard: Tensor) -> None:
+        assert shard.grad is not None
+        gradient, shard.grad = spec.dtensor(shard.grad, mesh), None
+        whole.grad = gradient if whole.grad is None else whole.grad + gradient
+
+    return hand

@@ -20,7 +20,7 @@ from cuboid.config import ModelConfig
 from cuboid.data.tokenizer import FILE as TOKENIZER
 from cuboid.data.tokenizer import Tokenizer
 from cuboid.hf import folder as files
-from cuboid.hf.architecture import CONFIG, config_json, kind_of, model_config
+from cuboid.hf.architecture import CONFIG, config_json, kind_of, model_config, read_config
 from cuboid.hf.folder import DTYPES, Planned
 from cuboid.hf.load import Progress
 from cuboid.hf.names import Source, canonical, source_of
@@ -48,7 +48,7 @@ class Provenance:
         place = run / _PLACE
         place.mkdir()
         for path in sorted(source.iterdir()):
-            if path.is_file() and path.suffix in _BESIDE and path.name not in (files.INDEX, _TENSORS):
+            if path.is_file() and path.suffix in _BESIDE and path.name != _TENSORS:
                 shutil.copyfile(path, place / path.name)
         where = {name: (tensor.file.name, tensor.dtype) for name, tensor in files.stored(source).items()}
         (place / _TENSORS).write_text(json.dumps(where, indent=1) + "\n", "utf-8")
@@ -67,10 +67,19 @@ class Provenance:
         theirs = model_config(self.folder)
         return theirs == config.replace(dropout=theirs.dropout, init_std=theirs.init_std)
 
-    def copy_to(self, folder: Path) -> None:
+    def copy_to(self, folder: Path, plan: Mapping[str, list[Planned]]) -> None:
+        """All that lies beside the weights, as it was; what it says of the weights, as they are."""
         for path in self.folder.iterdir():
-            if path.name != _TENSORS:
+            if path.name not in (_TENSORS, files.INDEX):
                 shutil.copyfile(path, folder / path.name)
+        written = {each.name: (file, each.dtype) for file, tensors in plan.items() for each in tensors}
+        if written == self.tensors:
+            if (self.folder / files.INDEX).is_file():
+                shutil.copyfile(self.folder / files.INDEX, folder / files.INDEX)
+            return
+        values = read_config(folder)
+        values |= {key: _dtype_name(plan) for key in ("dtype", "torch_dtype") if key in values}
+        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", "utf-8")
 
 
 class Part(NamedTuple):
@@ -202,7 +211,7 @@ def _write_beside(
     if len(plan) > 1 or files.FILE not in plan:
         (folder / files.INDEX).write_text(files.index_json(plan), "utf-8")
     if provenance is not None:
-        provenance.copy_to(folder)
+        provenance.copy_to(folder, plan)
         return
     end = None
     if tokenizer is not None:
@@ -210,6 +219,11 @@ def _write_beside(
     if tokenizer is not None and (folder / TOKENIZER).is_file():
         end = tokenizer.end
         (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n', "utf-8")
-    first = next(iter(plan.values()))[0]
-    values = config_json(config, str(DTYPES[first.dtype]).removeprefix("torch."), end)
+    values = config_json(config, _dtype_name(plan), end)
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+
+
+def _dtype_name(plan: Mapping[str, list[Planned]]) -> str:
+    """What config.json calls the precision of (the first of) the weights."""
+    first = next(iter(plan.values()))[0]
+    return str(DTYPES[first.dtype]).removeprefix("torch.")
