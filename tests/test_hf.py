@@ -78,8 +78,8 @@ def step(world: World, folder: Path, cuboid: Cuboid, tokens: Tensor) -> dict[str
     return errors
 
 
-@pytest.mark.parametrize("cuboid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", pretrained.CONFIGS)
+@pytest.mark.parametrize("cuboid", GRIDS, ids=str)
 def test_loss_logits_and_gradients(name: str, cuboid: Cuboid, folders: Callable[[str], Path], pool: Pools) -> None:
     folder = folders(name)
     errors = pool(cuboid.ranks).run(step, folder, cuboid, pretrained.tokens_for(folder))[0]
