@@ -1,6 +1,5 @@
 """`cuboid import`, `cuboid export`: Hugging Face folders to checkpoints and back."""
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -88,7 +87,7 @@ def export_on_rank(
     size = origin.config.parameters * (dtype or at_rest).itemsize
     with bar(console, f"writing {out}", size) as advance:
         save_pretrained(model, out, dtype, shard_bytes, provenance, origin.tokenizer(), advance)
-    console.print(f"wrote {out}: {', '.join(sorted(os.listdir(out)))}" if world.rank == 0 else "")
+    console.print(f"wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 
 def talk(world: World) -> Console:

@@ -97,9 +97,10 @@ class Trainer:
         parallel, d = layout(config, config.model_config(self.corpus.vocab), world), config.data
         self.place = parallel.place(d.batch // d.micro_batches, d.seq)
         schedule = schedule_of(config, parallel, self.place)
-        self.model = Transformer(parallel, config.seed, dtype, config.memory.checkpoint, schedule)
-        self.corpus.check(self.model.config.vocab)
         self.origin = Origin.find(Path(config.model.pretrained)) if config.model.pretrained else None
+        seed = config.seed if self.origin is None else None
+        self.model = Transformer(parallel, seed, dtype, config.memory.checkpoint, schedule)
+        self.corpus.check(self.model.config.vocab)
         if self.origin is not None:
             self.origin.load(self.model)
         self.optimizer = adamw(self.model, config.optimizer)
