@@ -89,10 +89,11 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.float64, max_shard_
 
 def load(folder: Path) -> Any:
     """The folder's model as `transformers` has it, in fp64."""
-    with wide():
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation="eager"
-        )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    if model.config.model_type != "gpt2":
+        with wide():  # its angles anew
+            model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+    return model
 
 
 def tokens_for(folder: Path, batch: int = 4, seq: int = 13) -> Tensor:

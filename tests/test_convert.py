@@ -112,6 +112,7 @@ def test_training_begins_with_a_folder_and_ends_in_one(folder: Path, text: Path,
     run, out = tmp_path / "run", tmp_path / "out"
     settings: dict[str, Any] = {
         "model.pretrained": folder,
+        "data.tokenizer": shutil.copy(folder / "tokenizer.json", tmp_path),
         "data.paths": text,
         "data.seq": 24,
         "data.batch": 4,
