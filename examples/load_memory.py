@@ -3,7 +3,7 @@
     python examples/load_memory.py
 
 Makes a folder of 1.07 GB among the temporary files, loads it on cuboid (2,2,2), and prints for each rank its shards,
-the largest slice of one tensor, and how far its resident memory rose at most, pages of the mapped files included.
+the largest slice of one tensor, and how far its resident memory rose at most.
 """
 
 import tempfile

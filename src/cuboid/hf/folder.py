@@ -7,6 +7,7 @@ tensors end to end.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -14,10 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cuboid.layout import Range
+
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-Slices = tuple[slice, ...]
 
 
 class Stored(NamedTuple):
@@ -27,12 +29,30 @@ class Stored(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str  # as safetensors calls it
+    offset: int  # of its first byte in the file
 
-    def read(self, at: Slices) -> Tensor:
-        """A slice of it, in memory that is the file's: copy what is to be kept. Nothing else is read."""
-        with _open(self.file) as file:
-            part: Tensor = file.get_slice(self.name)[at]
+    def read(self, at: Sequence[Range]) -> Tensor:
+        """The slice of it at these ranges. Nothing else is read, or mapped: a mapping would count the pages around."""
+        part = torch.empty([stop - start for start, stop in at], dtype=DTYPES[self.dtype])
+        if not part.numel():
             return part
+        (top, _), *rest = at
+        width, size = torch.Size(self.shape[1:]).numel(), part.element_size()
+        left = rest[0][0] if rest else 0
+        whole_rows = all(each == (0, n) for each, n in zip(rest, self.shape[1:], strict=True))
+        runs = part.view(1, -1) if whole_rows else part  # what lies together in the file
+        with self.file.open("rb", buffering=0) as file:
+            for i, run in enumerate(runs.view(torch.uint8).numpy()):
+                self._fill(file, memoryview(run), self.offset + ((top + i) * width + left) * size)
+        return part
+
+    def _fill(self, file: RawIOBase, into: memoryview, at: int) -> None:
+        file.seek(at)
+        while into:
+            count = file.readinto(into)
+            if not count:
+                raise ValueError(f"{self.file} ends inside tensor {self.name}; download it again")
+            into = into[count:]
 
     @property
     def bytes(self) -> int:
@@ -44,7 +64,7 @@ def stored(folder: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for path, names in _files(folder).items():
         with _open(path) as file:
-            inside = sorted(file.keys())
+            inside, offsets = sorted(file.keys()), _offsets(path)
             for name in names or ():
                 if name not in inside:
                     raise ValueError(f"{path} lacks tensor {name}, which {INDEX} says it has; download it again")
@@ -56,8 +76,16 @@ def stored(folder: Path) -> dict[str, Stored]:
                     raise ValueError(
                         f"{path}: tensor {name} is of type {part.get_dtype()}; only {', '.join(DTYPES)} can be read"
                     )
-                found[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
+                found[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype(), offsets[name])
     return found
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Where each tensor of a file, which is known to be whole, begins."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + at["data_offsets"][0] for name, at in header.items() if name != "__metadata__"}
 
 
 @contextmanager

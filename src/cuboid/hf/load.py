@@ -1,6 +1,6 @@
 """A model on any cuboid from a Hugging Face folder. Each rank reads the slices it keeps and nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -8,15 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.hf.architecture import model_config
-from cuboid.hf.folder import Slices, Stored, stored
+from cuboid.hf.folder import Stored, stored
 from cuboid.hf.names import Source, canonical, source_of
-from cuboid.layout import Range, Spec
+from cuboid.layout import Range
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer
 from cuboid.nn import declared
 from cuboid.parallel.cuboid import CuboidParallel
 
 Progress = Callable[[int], object]
+_TOGETHER = 1 << 20  # elements read at a time
 
 
 def from_pretrained(
@@ -41,18 +42,18 @@ def load(folder: Path, model: Transformer, progress: Progress = lambda size: Non
     mesh, found = model.parallel.mesh, check(folder, model)
     for name, parameter, declaration in declared(model):
         source = source_of(model.config, name)
-        ranges = declaration.spec.ranges(mesh.cuboid, mesh.coordinates)
-        parameter.copy_(read(found[source.name], source, declaration.spec, ranges))
+        (top, _), *rest = declaration.spec.ranges(mesh.cuboid, mesh.coordinates)
+        first = top + source.part * declaration.spec.shape[0]
+        rows = max(1, _TOGETHER // max(1, parameter[:1].numel()))
+        for start in range(0, len(parameter), rows):
+            into = parameter[start : start + rows]
+            into.copy_(read(found[source.name], source, [(first + start, first + start + len(into)), *rest]))
         progress(parameter.nbytes)
 
 
-def read(tensor: Stored, source: Source, spec: Spec, ranges: tuple[Range, ...]) -> Tensor:
-    """The slice of a parameter, cut out of their tensor."""
-    (start, stop), *rest = ranges
-    top = source.part * spec.shape[0]
-    at: Slices = tuple(slice(*each) for each in ((top + start, top + stop), *rest))
-    part = tensor.read(at[::-1] if source.transposed else at)
-    return part.T if source.transposed else part
+def read(tensor: Stored, source: Source, ranges: Sequence[Range]) -> Tensor:
+    """Rows of their tensor as ours has them."""
+    return tensor.read(ranges[::-1]).T if source.transposed else tensor.read(ranges)
 
 
 def check(folder: Path, model: Transformer) -> dict[str, Stored]:
