@@ -74,7 +74,7 @@ class ModelConfig:
         fill["ffn"] = self.ffn or (4 * self.hidden if gpt2 else -(-8 * self.hidden // 3 // 64) * 64)
         fill["tied"] = gpt2 if self.tied is None else self.tied
         fill["bias"] = gpt2 if self.bias is None else self.bias
-        fill["qkv_bias"] = fill["bias"] if self.qkv_bias is None else self.qkv_bias
+        fill["qkv_bias"] = None if self.qkv_bias == fill["bias"] else self.qkv_bias
         for name, value in fill.items():
             object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
@@ -92,6 +92,10 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         return self.family == "llama"
+
+    @property
+    def qkv_biased(self) -> bool:
+        return bool(self.bias if self.qkv_bias is None else self.qkv_bias)
 
     @property
     def norm_bias(self) -> bool:
@@ -116,7 +120,7 @@ class ModelConfig:
         d, f, b = self.hidden, self.ffn, int(bool(self.bias))
         norm = d * (1 + self.norm_bias)
         attention = 2 * d * (self.q_dim + self.kv_dim) + b * d
-        attention += int(bool(self.qkv_bias)) * (self.q_dim + 2 * self.kv_dim) + 2 * self.head_dim * self.qk_norm
+        attention += int(self.qkv_biased) * (self.q_dim + 2 * self.kv_dim) + 2 * self.head_dim * self.qk_norm
         into = 2 if self.gated else 1
         mlp = (into + 1) * d * f + b * (into * f + d)
         tables = self.vocab * d * (1 if self.tied else 2) + (0 if self.rotary else self.context * d)
@@ -155,7 +159,7 @@ class ModelConfig:
 
     def check_plain(self, where: str) -> None:
         """Raise if the model has what only one device and a cuboid do."""
-        for name, odd in (("qk_norm", self.qk_norm), ("qkv_bias", self.qkv_bias != self.bias)):
+        for name, odd in (("qk_norm", self.qk_norm), ("qkv_bias", self.qkv_biased != self.bias)):
             if odd:
                 raise ValueError(f"{name}={getattr(self, name)} is not supported in {where}; run it on a cuboid")
 

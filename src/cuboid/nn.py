@@ -124,9 +124,9 @@ class Attention(nn.Module):
         c = parallel.config
         self.recompute, self.causal = recompute, causal
         self.parallel, self.heads = parallel, (c.heads, c.kv_heads, c.kv_heads)
-        self.q = Linear(parallel, "into", c.q_dim, c.hidden, bool(c.qkv_bias), c.init_std)
-        self.k = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.qkv_bias), c.init_std)
-        self.v = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.qkv_bias), c.init_std)
+        self.q = Linear(parallel, "into", c.q_dim, c.hidden, c.qkv_biased, c.init_std)
+        self.k = Linear(parallel, "into", c.kv_dim, c.hidden, c.qkv_biased, c.init_std)
+        self.v = Linear(parallel, "into", c.kv_dim, c.hidden, c.qkv_biased, c.init_std)
         self.norm_q = HeadNorm(parallel) if c.qk_norm else None
         self.norm_k = HeadNorm(parallel) if c.qk_norm else None
         self.out = Linear(parallel, "out_of", c.hidden, c.q_dim, bool(c.bias), c.init_std / (2 * c.layers) ** 0.5)

@@ -171,7 +171,7 @@ class _Step(Counter):
         c, ups = self.c, 2 if self.c.gated else 1
         weights: list[_Weight] = [(n, c.hidden, "y", "z") for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * ups)]
         weights += [(c.hidden, c.q_dim, "z", "y"), (c.hidden, c.ffn, "z", "y")]
-        biases = weights[:3] * bool(c.qkv_bias) + weights[3:] * bool(c.bias)
+        biases = weights[:3] * c.qkv_biased + weights[3:] * bool(c.bias)
         weights += [(n, 1, n_axis, None) for n, _, n_axis, _ in biases]
         self.weights(weights + self.norm_weights(2), again=True)
         self.head_norms()

@@ -149,7 +149,7 @@ def kind_of(c: ModelConfig) -> str:
         if says(c):
             return kind
     raise ValueError(
-        f"no Hugging Face architecture has family={c.family}, bias={c.bias}, qkv_bias={c.qkv_bias}, "
+        f"no Hugging Face architecture has family={c.family}, bias={c.bias}, qkv_bias={c.qkv_biased}, "
         f"qk_norm={c.qk_norm}, kv_heads={c.kv_heads} of {c.heads}, head_dim={c.head_dim}, window={c.window} together"
     )
 
@@ -157,15 +157,15 @@ def kind_of(c: ModelConfig) -> str:
 _FITS: dict[str, Callable[[ModelConfig], bool]] = {
     "gpt2": lambda c: (
         c.family == "gpt2"
-        and bool(c.bias and c.qkv_bias)
+        and bool(c.bias and c.qkv_biased)
         and not (c.qk_norm or c.window)
         and c.kv_heads == c.heads
         and c.q_dim == c.hidden
     ),
-    "llama": lambda c: c.family == "llama" and c.bias == c.qkv_bias and not (c.qk_norm or c.window),
-    "mistral": lambda c: c.family == "llama" and not (c.bias or c.qkv_bias or c.qk_norm),
-    "qwen2": lambda c: c.family == "llama" and bool(c.qkv_bias) and not (c.bias or c.qk_norm or c.window),
-    "qwen3": lambda c: c.family == "llama" and c.qk_norm and not (c.bias or c.qkv_bias or c.window),
+    "llama": lambda c: c.family == "llama" and c.bias == c.qkv_biased and not (c.qk_norm or c.window),
+    "mistral": lambda c: c.family == "llama" and not (c.bias or c.qkv_biased or c.qk_norm),
+    "qwen2": lambda c: c.family == "llama" and c.qkv_biased and not (c.bias or c.qk_norm or c.window),
+    "qwen3": lambda c: c.family == "llama" and c.qk_norm and not (c.bias or c.qkv_biased or c.window),
 }
 
 
