@@ -121,6 +121,7 @@ def test_training_begins_with_a_folder_and_ends_in_one(folder: Path, text: Path,
         "schedule.warmup": 0,
         "logging.folder": run,
         "logging.sample_prompt": "abc",
+        "logging.sample_tokens": 4,
         "logging.tensorboard": "false",
     }
     sets = [f"{key}={value}" for key, value in settings.items()] + on("2,1,2")
@@ -158,6 +159,7 @@ def test_a_run_of_ours_is_exported(text: Path, folder: Path, tmp_path: Path) -> 
         "schedule.warmup": 0,
         "logging.folder": run,
         "logging.sample_prompt": "abc",
+        "logging.sample_tokens": 4,
         "logging.tensorboard": "false",
     }
     sets = [f"{key}={value}" for key, value in settings.items()] + on("1,1,1")
@@ -165,7 +167,8 @@ def test_a_run_of_ours_is_exported(text: Path, folder: Path, tmp_path: Path) -> 
     done("export", run, out)
     found = json.loads(done("eval", run, text, "--seq", 16, "--json"))["perplexity"]
     assert found == pytest.approx(perplexity(out, text.read_text(), 16), rel=1e-5)
-    shown = done("config", "--set", f"model.pretrained={run}", *(w for s in on("1,1,1") for w in ("--set", s)))
+    sets = [f"model.pretrained={run}", "data.seq=16", *on("1,1,1")]
+    shown = done("config", *(word for each in sets for word in ("--set", each)))
     assert f'tokenizer = "{run}/tokenizer.json"' in shown
     assert "hidden = 32" in shown
 

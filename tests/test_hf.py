@@ -97,9 +97,8 @@ def continued(world: World, folder: Path, cuboid: Cuboid, prompt: list[int], cou
 def test_greedy_generation(name: str, folders: Callable[[str], Path], pool: Pools) -> None:
     folder, prompt = folders(name), [3, 1, 4, 1, 5]
     with torch.no_grad(), pretrained.wide():
-        wanted = pretrained.load(folder).generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
-    for cuboid in GRIDS[:2]:
-        assert pool(cuboid.ranks).run(continued, folder, cuboid, prompt, 12)[0] == wanted[0, 5:].tolist()
+        wanted = pretrained.load(folder).generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    assert pool(4).run(continued, folder, Cuboid(1, 2, 2), prompt, 8)[0] == wanted[0, 5:].tolist()
 
 
 def test_a_window_is_refused_where_it_would_slide(folders: Callable[[str], Path], pool: Pools) -> None:
@@ -123,7 +122,7 @@ def test_an_export_is_what_transformers_writes(
 ) -> None:
     """Weights byte by byte; config.json by the model that it makes."""
     folder, out = folders(name), tmp_path / "out"
-    pool(8).run(rewritten, folder, Cuboid(2, 2, 2), out, None, 1 << 30)
+    pool(4).run(rewritten, folder, Cuboid(2, 1, 2), out, None, 1 << 30)
     assert (out / FILE).read_bytes() == (folder / FILE).read_bytes()
     assert architecture.model_config(out).replace(window=0) == architecture.model_config(folder).replace(window=0)
     tokens = pretrained.tokens_for(folder)
@@ -134,7 +133,7 @@ def test_an_export_is_what_transformers_writes(
 
 def test_an_export_in_shards(folders: Callable[[str], Path], tmp_path: Path, pool: Pools) -> None:
     folder, out = folders("qwen3"), tmp_path / "out"
-    pool(6).run(rewritten, folder, Cuboid(1, 2, 3), out, torch.bfloat16, 20_000)
+    pool(4).run(rewritten, folder, Cuboid(1, 2, 2), out, torch.bfloat16, 20_000)
     index = json.loads((out / INDEX).read_text())
     parts = sorted(set(index["weight_map"].values()))
     assert len(parts) > 2
