@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cuboid.config import ModelConfig
+from cuboid.config import ModelConfig, RopeScaling
 from cuboid.launch import Pool, World
 from cuboid.loss import Loss
 from cuboid.mesh import AXES, Cuboid, Mesh
@@ -31,6 +31,13 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     (lambda: GPT2.replace(hidden=25, head_dim=2).check(Cuboid(1, 1, 2), 8, 8), ["hidden=25", "z=2", "24 or 26"]),
     (lambda: GPT2.check(Cuboid(1, 1, 1, data=3), 8, 8), ["batch=8", "data=3", "6 or 9"]),
     (lambda: GPT2.check(Cuboid(), 0, 8), ["batch=0", "at least 1"]),
+    (lambda: ModelConfig(window=-1), ["window=-1", "at least 0"]),
+    (
+        lambda: ModelConfig("llama", hidden=24, heads=4, window=16).check(Cuboid(), 1, 17),
+        ["seq=17", "window=16", "at most 16"],
+    ),
+    (lambda: RopeScaling(kind="yarn"), ["kind='yarn'", "llama3, linear"]),
+    (lambda: GPT2.replace(qk_norm=True).check_plain("1-D parallel"), ["qk_norm=True", "1-D parallel", "cuboid"]),
     (lambda: GPT2.check(Cuboid(), 1, 17), ["seq=17", "context=16", "raise context or shorten seq"]),
     (lambda: Cuboid(2, 0, 1), ["y=0", "at least 1"]),
     (lambda: Cuboid(2, 1, True), ["z=True", "whole number"]),

@@ -33,7 +33,7 @@ def test_the_embedded_default_can_run() -> None:
 
 
 def test_the_model_section_has_every_key_of_a_model() -> None:
-    assert {f.name for f in fields(ModelSection)} == {f.name for f in fields(ModelConfig)} | {"preset"}
+    assert {f.name for f in fields(ModelSection)} == {f.name for f in fields(ModelConfig)} | {"preset", "pretrained"}
     assert {f.name for f in fields(RopeScalingSection)} == {f.name for f in fields(RopeScaling)}
 
 
@@ -158,6 +158,10 @@ PUBLISHED = {
     "llama-3-405b": 405_853_388_800,
     "llama-3.2-1b": 1_235_814_400,
     "mistral-7b": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
 }
 ROUGHLY = {"gpt3-1.3b": 1.3e9, "gpt3-6.7b": 6.7e9, "gpt3-13b": 13e9, "gpt3-175b": 175e9}
 

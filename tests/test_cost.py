@@ -13,6 +13,8 @@ from cuboid.verify import Case, verify
 
 GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=24, vocab=37, context=16, ffn=40, dropout=0.1)
 LLAMA = ModelConfig("llama", layers=1, hidden=24, heads=24, kv_heads=4, vocab=41, context=16, ffn=36, head_dim=2)
+QWEN2 = LLAMA.replace(qkv_bias=True)
+QWEN3 = LLAMA.replace(qk_norm=True, head_dim=4)
 PARTS = Schedule(parts=2)
 OPTIONS = cycle(
     [
@@ -37,6 +39,14 @@ CASES = [
     Case(GPT2, Cuboid(1, 3, 2), 4, 13, policy=Policy("retain"), schedule=Schedule(parts=4, chunks=2)),
     Case(LLAMA, Cuboid(2, 1, 2, data=2), 4, 13),
     Case(GPT2, Cuboid(1, 3, 1, data=2), 2, 13, recompute="selective"),
+    Case(QWEN2, Cuboid(2, 3, 2), 4, 13),
+    Case(QWEN3, Cuboid(2, 3, 2), 4, 13),
+    Case(QWEN3, Cuboid(2, 1, 2, data=2), 4, 13, dtype="bf16", schedule=PARTS),
+    Case(QWEN3, Cuboid(4, 2, 1), 2, 13, dtype="bf16", policy=Policy("retain")),
+    Case(QWEN3.replace(kv_heads=2), Cuboid(4, 2, 1), 1, 16, recompute="none"),
+    Case(QWEN3, Cuboid(1, 2, 2), 4, 13, recompute="selective", dtype="bf16"),
+    Case(QWEN3, Cuboid(2, 2, 1), 4, 13, recompute="full"),
+    Case(GPT2.replace(qk_norm=True), Cuboid(2, 1, 2), 1, 13),
 ]
 
 

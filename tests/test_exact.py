@@ -23,7 +23,8 @@ from cuboid.schedule import OFF, PREFETCH, Schedule
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "family": ("gpt2", "llama", "llama3"),
     "tied": (True, False),
-    "bias": (True, False),
+    "bias": (True, False, "qkv"),
+    "qk_norm": (False, True),
     "dropout": (0.0, 0.2),
     "kv_heads": ("all", "few", "one", "odd"),
     "head_dim": ("hidden/heads", "other"),
@@ -108,7 +109,9 @@ def case_of(grid: Cuboid, choice: Choice, seed: int) -> Case:
         context=15,
         ffn=c["ffn"],
         tied=c["tied"],
-        bias=c["bias"],
+        bias=c["bias"] is True,
+        qkv_bias=bool(c["bias"]),
+        qk_norm=c["qk_norm"],
         dropout=c["dropout"],
         rope_scaling=RopeScaling(original_context=8) if c["family"] == "llama3" else None,
     )

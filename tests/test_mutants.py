@@ -42,6 +42,11 @@ def norm_not_summed() -> AbstractContextManager[Any]:
     return patch.dict(SPECS, {"norm": (SPECS["norm"][0], ())})
 
 
+def head_norm_not_summed() -> AbstractContextManager[Any]:
+    """Every z-rank keeps the gradient of its own heads."""
+    return patch.dict(SPECS, {"head_norm": (SPECS["head_norm"][0], ("x", "y"))})
+
+
 def replicas_not_summed() -> AbstractContextManager[Any]:
     """No sum over the axes a parameter is replicated over, `data` among them."""
 
@@ -134,6 +139,7 @@ def name_of(value: Any) -> str:
         (table_interleaved, GPT2, (2, 2, 1)),
         (norm_not_summed, GPT2, (2, 2, 1)),
         (norm_not_summed, LLAMA, (1, 2, 2)),
+        (head_norm_not_summed, LLAMA.replace(qk_norm=True), (1, 2, 2)),
         (replicas_not_summed, LLAMA, (1, 2, 2)),
         (replicas_not_summed, GPT2, (2, 1, 1, 2)),
         (axes_swapped, GPT2, (1, 2, 2)),

@@ -1,6 +1,7 @@
 """Cuboid: train Transformers too big for one device on any x × y × z block of devices."""
 
 from cuboid.config import ModelConfig, RopeScaling
+from cuboid.hf import from_pretrained, save_pretrained
 from cuboid.launch import Pool, World, launch
 from cuboid.layout import Spec
 from cuboid.loss import Loss
@@ -23,6 +24,8 @@ __all__ = [
     "Transformer",
     "World",
     "factorisations",
+    "from_pretrained",
     "launch",
+    "save_pretrained",
 ]
 __version__ = "0.1.0"

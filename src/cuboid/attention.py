@@ -33,6 +33,8 @@ def frequencies(config: ModelConfig) -> Tensor:
     scaling = config.rope_scaling
     if scaling is None:
         return turn
+    if scaling.kind == "linear":
+        return turn / scaling.factor
     # Llama 3: wavelengths far beyond the first context are stretched by `factor`, short ones kept, a ramp between
     turns = scaling.original_context * turn / (2 * math.pi)
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -79,6 +81,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # on a GPU the kernel knows this shape; on a CPU it must be given the mask
         mask = causal_lower_right(s, t) if q.is_cuda else q.new_ones(s, t, dtype=torch.bool).tril(t - s)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return y.permute(2, 0, 1, 3).flatten(2)  # b h s e -> s b (h e)
+
+
+def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Tensor:
+    """Attention to the whole sequence: q [s, b, h, e], k and v [t, b, g, e] -> [s, b, (h e)]. Keys from `tokens` on
+    are padding."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k[:tokens], v[:tokens]))  # s b h e -> b h s e
+    y = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
     return y.permute(2, 0, 1, 3).flatten(2)  # b h s e -> s b (h e)
 
 

@@ -6,16 +6,23 @@ from typing import Any
 from cuboid.mesh import Cuboid
 
 FAMILIES = ("gpt2", "llama")
+ROPE_KINDS = ("llama3", "linear")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of the rotary wavelengths, from the context it was first trained on."""
+    """Rotary wavelengths stretched by `factor`: all of them ("linear"), or, as Llama 3 does from the context it was
+    first trained on, the long ones alone."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    kind: str = "llama3"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise ValueError(f"rope_scaling kind={self.kind!r} is not known; choose one of {', '.join(ROPE_KINDS)}")
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,8 @@ class ModelConfig:
     """A Transformer language model. Zero or None means "what the family does".
 
     gpt2: LayerNorm, learned positions, GELU, biases, head tied to the embedding.
-    llama: RMSNorm, rotary positions, SwiGLU, no biases, head of its own, grouped-query attention.
+    llama: RMSNorm, rotary positions, SwiGLU, no biases, head of its own, grouped-query attention. With `qkv_bias` it is
+    Qwen 2, with `qk_norm` Qwen 3, with a `window` the first Mistral.
     """
 
     family: str = "gpt2"
@@ -37,6 +45,9 @@ class ModelConfig:
     ffn: int = 0  # 0: 4 · hidden (gpt2), 8/3 · hidden rounded up to a multiple of 64 (llama)
     tied: bool | None = None
     bias: bool | None = None
+    qkv_bias: bool | None = None  # of queries, keys and values; None: as `bias`
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys
+    window: int = 0  # tokens that attention looks back on; 0: all. Longer sequences are refused
     dropout: float = 0.0
     norm_eps: float = 1e-5
     init_std: float = 0.02
@@ -48,7 +59,7 @@ class ModelConfig:
             raise ValueError(f"family={self.family!r} is not known; choose one of {', '.join(FAMILIES)}")
         for name in ("layers", "hidden", "heads", "vocab", "context"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("kv_heads", "head_dim", "ffn"):
+        for name in ("kv_heads", "head_dim", "ffn", "window"):
             _at_least(name, getattr(self, name), 0)
         gpt2 = self.family == "gpt2"
         fill: dict[str, Any] = {}
@@ -63,6 +74,7 @@ class ModelConfig:
         fill["ffn"] = self.ffn or (4 * self.hidden if gpt2 else -(-8 * self.hidden // 3 // 64) * 64)
         fill["tied"] = gpt2 if self.tied is None else self.tied
         fill["bias"] = gpt2 if self.bias is None else self.bias
+        fill["qkv_bias"] = None if self.qkv_bias == fill["bias"] else self.qkv_bias
         for name, value in fill.items():
             object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
@@ -82,6 +94,10 @@ class ModelConfig:
         return self.family == "llama"
 
     @property
+    def qkv_biased(self) -> bool:
+        return bool(self.bias if self.qkv_bias is None else self.qkv_bias)
+
+    @property
     def norm_bias(self) -> bool:
         return self.family == "gpt2"
 
@@ -94,11 +110,17 @@ class ModelConfig:
         return self.kv_heads * self.head_dim
 
     @property
+    def longest(self) -> int | None:
+        """The most tokens of a sequence, if that is limited: learned positions end, and a window is never slid."""
+        return self.context if not self.rotary else self.window or None
+
+    @property
     def parameters(self) -> int:
         """Elements of all parameters."""
         d, f, b = self.hidden, self.ffn, int(bool(self.bias))
         norm = d * (1 + self.norm_bias)
-        attention = 2 * d * (self.q_dim + self.kv_dim) + b * (self.q_dim + 2 * self.kv_dim + d)
+        attention = 2 * d * (self.q_dim + self.kv_dim) + b * d
+        attention += int(self.qkv_biased) * (self.q_dim + 2 * self.kv_dim) + 2 * self.head_dim * self.qk_norm
         into = 2 if self.gated else 1
         mlp = (into + 1) * d * f + b * (into * f + d)
         tables = self.vocab * d * (1 if self.tied else 2) + (0 if self.rotary else self.context * d)
@@ -125,10 +147,21 @@ class ModelConfig:
             raise ValueError(
                 f"batch={batch} cannot be cut into data={cuboid.data}; use batch {_multiples_near(batch, cuboid.data)}"
             )
-        if seq > self.context and not self.rotary:
+        if not self.rotary and seq > self.context:
             raise ValueError(
                 f"seq={seq} is longer than context={self.context}, the learned positions; raise context or shorten seq"
             )
+        if self.window and seq > self.window:
+            raise ValueError(
+                f"seq={seq} is longer than window={self.window}, the tokens that attention looks back on, and a window "
+                f"that slides is not supported; use sequences of at most {self.window} tokens"
+            )
+
+    def check_plain(self, where: str) -> None:
+        """Raise if the model has what only one device and a cuboid do."""
+        for name, odd in (("qk_norm", self.qk_norm), ("qkv_bias", self.qkv_biased != self.bias)):
+            if odd:
+                raise ValueError(f"{name}={getattr(self, name)} is not supported in {where}; run it on a cuboid")
 
     def replace(self, **changes: Any) -> "ModelConfig":
         return replace(self, **changes)

@@ -51,14 +51,14 @@ class Sampling:
 def generate(
     model: Transformer, prompt: Sequence[int], count: int, sampling: Sampling = Sampling(), vocab: int | None = None
 ) -> Iterator[int]:
-    """Up to `count` tokens after the prompt; fewer where learned positions end. Every rank runs it alike.
+    """Up to `count` tokens after the prompt; fewer where the model's longest sequence ends. Every rank runs it alike.
 
     `vocab` is the tokenizer's where the model has more rows than it: only tokens that mean something are drawn.
     """
     config, parallel = model.config, model.parallel
     check_prompt(config, prompt)
-    if not config.rotary:
-        count = min(count, config.context - len(prompt))
+    if config.longest is not None:
+        count = min(count, config.longest - len(prompt))
     caches = [Cache() for _ in range(config.layers)]
     new, start = torch.tensor([list(prompt)], device=parallel.mesh.device), 0
     for _ in range(count):
@@ -76,9 +76,9 @@ def check_prompt(config: ModelConfig, prompt: Sequence[int]) -> None:
     for token in (min(prompt), max(prompt)):
         if not 0 <= token < config.vocab:
             raise ValueError(f"the prompt has token {token} but the model knows {config.vocab}; use its own tokenizer")
-    if not config.rotary and len(prompt) >= config.context:
+    if config.longest is not None and len(prompt) >= config.longest:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens and the model's positions end at {config.context}; shorten it"
+            f"the prompt has {len(prompt)} tokens and the model's positions end at {config.longest}; shorten it"
         )
 
 

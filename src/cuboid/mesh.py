@@ -106,7 +106,8 @@ class Mesh:
     """The axes of a cuboid as `rank` sees them, with a process group for each axis longer than one.
 
     Every rank of the world must make the same meshes in the same order: making a group is itself collective. A rank
-    that wants a mesh of its own asks for one `alone`. Without `overlap`, for comparison, nothing is hidden.
+    that wants a mesh of its own asks for one `alone`. Without `overlap`, for comparison, nothing is hidden. `groups`
+    that exist already, one for each axis longer than one, are used and never closed.
     """
 
     #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.
@@ -119,6 +120,7 @@ class Mesh:
         device: torch.device | str = "cpu",
         alone: bool = False,
         overlap: bool = True,
+        groups: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> None:
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if world != cuboid.ranks:
@@ -132,7 +134,9 @@ class Mesh:
         self._groups: list[dist.ProcessGroup] = []
         self._device_meshes: dict[str, DeviceMesh] = {}
         for name, size in cuboid.sizes.items():
-            group = self._group(name, size) if size > 1 else None
+            group = None
+            if size > 1:
+                group = groups[name] if groups is not None else self._group(name, size)
             setattr(self, name, Axis(name, size, self.coordinates[name], group, self.ledger, overlap))
         self.world = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, self.ledger, overlap)
         self._parts_of_x: dict[int, Axis] = {}
@@ -141,6 +145,25 @@ class Mesh:
     x: Axis
     y: Axis
     z: Axis
+
+    @classmethod
+    def over(cls, device_mesh: DeviceMesh) -> "Mesh":
+        """Over a mesh that `init_device_mesh` has made, its dims named x, y, z, data; a name left out is of size 1."""
+        names = device_mesh.mesh_dim_names or ()
+        if len(set(names)) != device_mesh.ndim or not set(names) <= set(AXES):
+            raise ValueError(
+                f"the device mesh has dims named {names}; name each after one of {', '.join(AXES)}, such as "
+                'init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("x", "y", "z"))'
+            )
+        sizes = dict(zip(names, device_mesh.shape, strict=True))
+        cuboid = Cuboid(**sizes, order=(*(axis for axis in AXES if axis not in names), *names))
+        if device_mesh.mesh.flatten().tolist() != list(range(cuboid.ranks)):
+            raise ValueError(f"the device mesh is made of {device_mesh.mesh.tolist()}; give one of all ranks in order")
+        kind, device = device_mesh.device_type, torch.device(device_mesh.device_type)
+        if kind == "cuda":
+            device = torch.device(kind, torch.cuda.current_device())
+        groups = {name: device_mesh.get_group(name) for name in names}
+        return cls(cuboid, device_mesh.get_rank(), device, groups=groups)
 
     def _group(self, axis: str, size: int, parts: int = 1) -> dist.ProcessGroup:
         """This rank's of the groups along an axis, or along each of its `parts`. None are made for axes of size 1: a

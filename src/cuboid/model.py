@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.attention import Cache
-from cuboid.comm import Steps, all_reduce, run
+from cuboid.comm import Steps, run
 from cuboid.loss import Loss
-from cuboid.nn import Block, Norm, Table, declared, initialise, recomputed
+from cuboid.nn import Block, Model, Norm, Table, recomputed
 from cuboid.parallel import Parallel, Place
 from cuboid.randomness import key_of
 from cuboid.schedule import in_step
@@ -20,69 +20,52 @@ from cuboid.schedule import in_step
 Recompute = Literal["none", "selective", "full"]
 
 
-class Transformer(nn.Module):
+class Transformer(Model):
     """A GPT-2 or Llama language model; `forward` gives the loss of a batch, the mean over the tokens of all ranks.
 
     Tokens and targets are this rank's, [s, b], as `Place.take` cuts them out of the whole batch. `dropout` is a seed
-    for this batch's dropout; None is none.
+    for this batch's dropout; None is none. A model without a `seed` is to be filled from a checkpoint.
     """
 
     def __init__(
         self,
         parallel: Parallel,
-        seed: int = 0,
+        seed: int | None = 0,
         dtype: torch.dtype = torch.float32,
         recompute: Recompute = "none",
     ) -> None:
-        super().__init__()
+        super().__init__(parallel)
         if recompute not in get_args(Recompute):
             raise ValueError(f"recompute={recompute!r} is not one of {', '.join(get_args(Recompute))}")
         c = self.config = parallel.config
-        self.parallel, self.recompute = parallel, recompute
+        self.recompute = recompute
         self.embed = Table(parallel, c.vocab, c.hidden, c.init_std)
         self.positions = None if c.rotary else Table(parallel, c.context, c.hidden, c.init_std)
         self.blocks = nn.ModuleList(Block(parallel, str(i), recompute == "selective") for i in range(c.layers))
         self.norm = Norm(parallel, c.hidden, c.norm_bias)
         self.head = None if c.tied else Table(parallel, c.vocab, c.hidden, c.init_std)
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(dtype)
-        initialise(self, seed)
         parts = [part for part in (self.embed, self.positions, *self.blocks, self.norm, self.head) if part is not None]
-        self._buckets: dict[nn.Module, Any] = {}
         self._order = [*self.blocks, self.norm]  # forward's; backward's is its reverse
-        for part in parts:
-            i = self._order.index(part) if parallel.schedule.prefetch and part in self._order else 0
-            before = self._buckets[self._order[i - 1]] if i else None
-            self._buckets[part] = parallel.bucket([(p, d.spec) for _, p, d in declared(part)], before)
+        self.finish(parts, seed, dtype, self._order if parallel.schedule.prefetch else ())
 
     def forward(
         self, tokens: Tensor, targets: Tensor, place: Place, loss: Loss = Loss(), dropout: int | None = None
     ) -> Tensor:
-        opened = self._open()
+        opened = self.open()
         X = self._residual(opened, tokens, place, dropout)
-        with self._weights(opened, self._classifier) as W:
+        with self.weights(opened, self._classifier) as W:
             return run(self.parallel.head_loss(X, W, self._classifier.weight, targets, loss))
 
     def logits(self, tokens: Tensor, place: Place, caches: Sequence[Cache] | None = None) -> Tensor:
         """This rank's part of the logits, [s, b, v] at `place.logits`."""
-        opened = self._open()
+        opened = self.open()
         X = self._residual(opened, tokens, place, None, caches)
-        with self._weights(opened, self._classifier) as W:
+        with self.weights(opened, self._classifier) as W:
             return run(self.parallel.logits(X, W, self._classifier.weight))
 
     @property
     def _classifier(self) -> Table:
         return self.embed if self.head is None else self.head
-
-    def _open(self) -> dict[nn.Module, Any]:
-        return dict(zip(self._buckets, self.parallel.open(list(self._buckets.values())), strict=True))
-
-    @contextmanager
-    def _weights(self, opened: dict[nn.Module, Any], part: nn.Module) -> Iterator[Any]:
-        try:
-            yield self.parallel.gather(self._buckets[part], opened[part])
-        finally:
-            self.parallel.release(self._buckets[part])
 
     def _shared(
         self, opened: dict[nn.Module, Any], parts: int, ahead: bool
@@ -144,7 +127,7 @@ class Transformer(nn.Module):
         else:
             Xs = through(range(len(self.blocks)), *Xs)
         self._prefetch(len(self.blocks))
-        with self._weights(opened, self.norm) as W:
+        with self.weights(opened, self.norm) as W:
             return run(self.norm(Xs[0] if len(Xs) == 1 else torch.cat(Xs, 1), W))
 
     def _prefetch(self, i: int) -> None:
@@ -154,24 +137,9 @@ class Transformer(nn.Module):
                 self.parallel.prefetch(self._buckets[part])
 
     def _embed(self, opened: dict[nn.Module, Any], parts: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
-        with self._weights(opened, self.embed) as W, ExitStack() as stack:
+        with self.weights(opened, self.embed) as W, ExitStack() as stack:
             tables = [(W, self.embed.weight)]
             if self.positions is not None:
-                P = stack.enter_context(self._weights(opened, self.positions))
+                P = stack.enter_context(self.weights(opened, self.positions))
                 tables.append((P, self.positions.weight))
             return in_step([self.parallel.embed(ids, tables, place) for ids, place in zip(parts, places, strict=True)])
-
-    @torch.no_grad()
-    def gradient_square(self) -> Tensor:
-        """This rank's share of the squared norm of the whole gradient: what several ranks hold, each counts in part."""
-        cuboid = self.parallel.mesh.cuboid
-        total = torch.zeros((), dtype=torch.float64, device=self.parallel.mesh.device)
-        for _, parameter, d in declared(self):
-            if parameter.grad is not None:
-                norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
-                total += norm.square() / d.spec.copies(cuboid)
-        return total
-
-    def gradient_norm(self) -> Tensor:
-        """The norm of the whole model's gradient, exact on every rank: one small all-reduce over all ranks."""
-        return all_reduce(self.gradient_square(), self.parallel.mesh.world).wait().sqrt()

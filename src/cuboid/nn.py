@@ -1,20 +1,24 @@
 """Layers, written against a `Parallel`. Each holds its rank's shards under the names of the whole model's parameters.
 
-A layer's `forward` is `Steps`; `W` are the gathered weights of the bucket its parameters travel in.
+A layer's `forward` is `Steps`; `W` are the gathered weights of the bucket its parameters travel in. A `Model` makes the
+buckets, one for each of its parts, and gathers them. To write one of your own: docs/your-own-model.md.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from cuboid.activation import gelu, swiglu
 from cuboid.attention import Cache
-from cuboid.comm import Pause, Steps, run
+from cuboid.comm import Pause, Steps, all_reduce, run
 from cuboid.layout import Spec
-from cuboid.parallel import Parallel, Place, Role
+from cuboid.mesh import Mesh
+from cuboid.parallel import Attend, Parallel, Place, Role
 from cuboid.product import Linear as Weighted
 from cuboid.randomness import key_of, normal
 
@@ -104,25 +108,39 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
 
 
+class HeadNorm(Module):
+    """RMSNorm of each head's features, of queries or of keys."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__(parallel)
+        self.weight = self.declare("weight", "head_norm", parallel.config.head_dim, mean=1.0)
+
+
 class Attention(nn.Module):
-    def __init__(self, parallel: Parallel, recompute: bool) -> None:
+    """Of each token to those before it, or, not `causal`, to all."""
+
+    def __init__(self, parallel: Parallel, recompute: bool = False, causal: bool = True) -> None:
         super().__init__()
         c = parallel.config
-        self.recompute = recompute
+        self.recompute, self.causal = recompute, causal
         self.parallel, self.heads = parallel, (c.heads, c.kv_heads, c.kv_heads)
-        self.q = Linear(parallel, "into", c.q_dim, c.hidden, bool(c.bias), c.init_std)
-        self.k = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.bias), c.init_std)
-        self.v = Linear(parallel, "into", c.kv_dim, c.hidden, bool(c.bias), c.init_std)
+        self.q = Linear(parallel, "into", c.q_dim, c.hidden, c.qkv_biased, c.init_std)
+        self.k = Linear(parallel, "into", c.kv_dim, c.hidden, c.qkv_biased, c.init_std)
+        self.v = Linear(parallel, "into", c.kv_dim, c.hidden, c.qkv_biased, c.init_std)
+        self.norm_q = HeadNorm(parallel) if c.qk_norm else None
+        self.norm_k = HeadNorm(parallel) if c.qk_norm else None
         self.out = Linear(parallel, "out_of", c.hidden, c.q_dim, bool(c.bias), c.init_std / (2 * c.layers) ** 0.5)
 
     def forward(self, X: Tensor, W: Any, place: Place, cache: Cache | None = None) -> Steps:
         qkv = [self.q.weighted, self.k.weighted, self.v.weighted]
         q, k, v = yield from self.parallel.into(X, W, qkv, heads=self.heads)
+        norms = None if self.norm_q is None or self.norm_k is None else (W[self.norm_q.weight], W[self.norm_k.weight])
+        how = Attend(self.causal, cache, norms)
         if self.recompute and torch.is_grad_enabled():
-            A = recomputed(lambda q, k, v: run(self.parallel.attend(q, k, v, place)), q, k, v)
+            A = recomputed(lambda q, k, v: run(self.parallel.attend(q, k, v, place, how)), q, k, v)
         else:
             yield Pause(work=4 * len(q) * q.numel())
-            A = yield from self.parallel.attend(q, k, v, place, cache)
+            A = yield from self.parallel.attend(q, k, v, place, how)
         Y = yield from self.parallel.out_of(A, W, self.out.weighted, heads=self.heads[0])
         return Y
 
@@ -169,3 +187,80 @@ class Block(nn.Module):
 
     def _dropout(self, X: Tensor, place: Place, seed: int | None, site: str) -> Tensor:
         return X if seed is None else self.parallel.dropout(X, key_of(seed, f"{self.name}.{site}"), place)
+
+
+class Model(nn.Module):
+    """A model of parts: the weights of one part travel together, and are whole while it runs.
+
+    A subclass makes its parts and calls `finish`. Its forward begins with `open`, and runs each part inside `weights`.
+    """
+
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self._buckets: dict[nn.Module, Any] = {}
+
+    def finish(
+        self, parts: Sequence[nn.Module], seed: int | None, dtype: torch.dtype, order: Sequence[nn.Module] = ()
+    ) -> None:
+        """Every parameter in one of `parts`; first values by `seed`, or none yet. Of the parts in `order`, the order in
+        which forward runs them, backward gathers the next one's weights while one computes."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        if seed is not None:
+            initialise(self, seed)
+        following = dict(zip(order[1:], order, strict=False))
+        for part in parts:
+            before = self._buckets[following[part]] if part in following else None
+            self._buckets[part] = self.parallel.bucket([(p, d.spec) for _, p, d in declared(part)], before)
+
+    def open(self) -> dict[nn.Module, Any]:
+        """Begin a step."""
+        return dict(zip(self._buckets, self.parallel.open(list(self._buckets.values())), strict=True))
+
+    @contextmanager
+    def weights(self, opened: dict[nn.Module, Any], part: nn.Module) -> Iterator[Any]:
+        """The whole weights of a part, for its layers' `W`."""
+        try:
+            yield self.parallel.gather(self._buckets[part], opened[part])
+        finally:
+            self.parallel.release(self._buckets[part])
+
+    @torch.no_grad()
+    def gradient_square(self) -> Tensor:
+        """This rank's share of the squared norm of the whole gradient: what several ranks hold, each counts in part."""
+        cuboid = self.parallel.mesh.cuboid
+        total = torch.zeros((), dtype=torch.float64, device=self.parallel.mesh.device)
+        for _, parameter, d in declared(self):
+            if parameter.grad is not None:
+                norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+                total += norm.square() / d.spec.copies(cuboid)
+        return total
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole model's gradient, exact on every rank: one small all-reduce over all ranks."""
+        return all_reduce(self.gradient_square(), self.parallel.mesh.world).wait().sqrt()
+
+    def state(self) -> dict[str, DTensor]:
+        """The parameters under the whole model's names, as DTensors in the same memory: what is loaded into them, by
+        `torch.distributed.checkpoint` say, is the model's."""
+        mesh = self.parallel.mesh
+        return {name: d.spec.dtensor(parameter.detach(), mesh) for name, parameter, d in declared(self)}
+
+    def dtensors(self) -> dict[str, nn.Parameter]:
+        """The parameters as DTensors that any torch optimizer and `clip_grad_norm_` take as they take whole tensors:
+        they share the shards' memory, and backward leaves its gradients on them. Call it once."""
+        found = {}
+        for name, parameter, d in declared(self):
+            found[name] = nn.Parameter(d.spec.dtensor(parameter.detach(), self.parallel.mesh))
+            parameter.register_post_accumulate_grad_hook(_handing_to(found[name], d.spec, self.parallel.mesh))
+        return found
+
+
+def _handing_to(whole: nn.Parameter, spec: Spec, mesh: Mesh) -> Callable[[Tensor], None]:
+    def hand(shard: Tensor) -> None:
+        assert shard.grad is not None
+        gradient, shard.grad = spec.dtensor(shard.grad, mesh), None
+        whole.grad = gradient if whole.grad is None else whole.grad + gradient
+
+    return hand

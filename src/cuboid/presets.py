@@ -18,6 +18,10 @@ def _llama(
     rope_theta: float = 10000.0,
     rope_scaling: RopeScaling | None = None,
     tied: bool = False,
+    head_dim: int = 0,
+    norm_eps: float = 1e-5,
+    qkv_bias: bool | None = None,
+    qk_norm: bool = False,
 ) -> ModelConfig:
     return ModelConfig(
         "llama",
@@ -31,6 +35,27 @@ def _llama(
         tied=tied,
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
+        head_dim=head_dim,
+        norm_eps=norm_eps,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def _qwen2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool) -> ModelConfig:
+    return _llama(
+        layers, hidden, heads, kv_heads, ffn, vocab, 32768, 1000000.0, tied=tied, norm_eps=1e-6, qkv_bias=True
+    )
+
+
+def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, tied: bool) -> ModelConfig:
+    vocab, context, theta = 151936, 40960, 1000000.0
+    return _llama(
+        *(layers, hidden, heads, kv_heads, ffn, vocab, context, theta),
+        tied=tied,
+        head_dim=128,
+        norm_eps=1e-6,
+        qk_norm=True,
     )
 
 
@@ -53,4 +78,8 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-3-405b": _llama(126, 16384, 128, 8, 53248, 128256, 131072, 500000.0, RopeScaling(8.0)),
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 8192, 128256, 131072, 500000.0, RopeScaling(32.0), tied=True),
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32768, 32768, 1000000.0),
+    "qwen2.5-0.5b": _qwen2(24, 896, 14, 2, 4864, 151936, tied=True),
+    "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18944, 152064, tied=False),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288, tied=False),
 }

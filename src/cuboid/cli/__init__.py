@@ -10,7 +10,9 @@ from rich.text import Text
 from cuboid import __version__
 from cuboid.cli.bench import bench
 from cuboid.cli.config import config
+from cuboid.cli.convert import export, import_
 from cuboid.cli.data import app as data
+from cuboid.cli.eval import eval_
 from cuboid.cli.sample import sample
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
@@ -25,6 +27,9 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(sample)
+app.command("eval")(eval_)
+app.command("import")(import_)
+app.command()(export)
 app.command()(verify)
 app.command()(bench)
 app.command()(config)

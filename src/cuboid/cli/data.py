@@ -1,21 +1,12 @@
 """`cuboid data`: make token files."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
+from cuboid.cli.bar import bar
 from cuboid.data import build as build_corpus
 from cuboid.data import load_tokenizer, python_stdlib, text_files, unigram_entropy
 from cuboid.data.corpus import VAL_FRACTION
@@ -53,7 +44,7 @@ def build(
     console = Console(highlight=False, markup=False, soft_wrap=True)
     files = text_files(sources) if sources else python_stdlib()
     size = sum(file.stat().st_size for file in files)
-    with _progress(console, len(files), size) as advance:
+    with bar(console, f"tokenising {len(files):,} files, {size / 1e6:,.1f} MB", size) as advance:
         corpus = build_corpus(files, out, load_tokenizer(tokenizer), val_fraction, overwrite, advance)
     for name, tokens in (("train", corpus.train), ("val", corpus.val)):
         console.print(f"{name:5} {len(tokens):>15,} tokens")
@@ -63,17 +54,3 @@ def build(
         console.print(f"vocab {corpus.vocab:,}, {size / total:.2f} bytes per token")
         console.print(f"unigram entropy {nats:.3f} nats per token: what a loss must fall below to have learnt")
     console.print(f"wrote {out}")
-
-
-@contextmanager
-def _progress(console: Console, files: int, size: int) -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal, a line elsewhere."""
-    what = f"tokenising {files:,} files, {size / 1e6:,.1f} MB"
-    if not console.is_terminal:
-        console.print(what)
-        yield lambda done: None
-        return
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
-        task = bar.add_task(what, total=size)
-        yield lambda done: bar.advance(task, done)

@@ -5,17 +5,16 @@ from typing import Annotated
 
 import typer
 
-from cuboid.data import Tokenizer, load_tokenizer
 from cuboid.generate import Sampling, check_prompt, generate
 from cuboid.launch import World, launch
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer
 from cuboid.parallel.cuboid import CuboidParallel
-from cuboid.train import checkpoint
+from cuboid.train.origin import Origin
 
 
 def sample(
-    run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, one of its checkpoints, or a Hugging Face folder.")],
     prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "class ",
     tokens: Annotated[int, typer.Option(help="How many to add.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.6,
@@ -25,27 +24,20 @@ def sample(
     cuboid: Annotated[str, typer.Option(help="x,y,z to run on; one process unless given.")] = "1,1,1",
 ) -> None:
     """Continue a prompt with a trained model, on one process or any cuboid."""
-    path = checkpoint.newest(run)
-    model, shape, sampling = (
-        checkpoint.model_config(path),
-        Cuboid.parse(cuboid),
-        Sampling(temperature, top_k, top_p, seed),
-    )
-    model.check(shape, shape.x, 1)
-    saved = path.parent.parent / "tokenizer.json"
-    tokenizer = load_tokenizer(saved if saved.is_file() else None)
-    ids = [int(token) for token in tokenizer.encode(prompt)]
-    check_prompt(model, ids)
-    launch(sample_on_rank, shape.ranks, [path, shape, tokenizer, ids, tokens, sampling])
+    origin, shape, sampling = Origin.find(run), Cuboid.parse(cuboid), Sampling(temperature, top_k, top_p, seed)
+    origin.config.check(shape, shape.x, 1)
+    ids = [int(token) for token in origin.tokenizer().encode(prompt)]
+    check_prompt(origin.config, ids)
+    launch(sample_on_rank, shape.ranks, [origin, shape, ids, tokens, sampling])
 
 
 def sample_on_rank(
-    world: World, path: Path, cuboid: Cuboid, tokenizer: Tokenizer, prompt: list[int], count: int, sampling: Sampling
+    world: World, origin: Origin, cuboid: Cuboid, prompt: list[int], count: int, sampling: Sampling
 ) -> None:
     """Load, draw, and print from rank 0 as the text grows."""
-    mesh = Mesh(cuboid, world.rank, world.device)
-    model = Transformer(CuboidParallel(checkpoint.model_config(path), mesh))
-    checkpoint.load(path, model)
+    mesh, tokenizer = Mesh(cuboid, world.rank, world.device), origin.tokenizer()
+    model = Transformer(CuboidParallel(origin.config, mesh), None)
+    origin.load(model)
     ids, shown = list(prompt), ""
     for token in generate(model, prompt, count, sampling, tokenizer.vocab):
         ids.append(token)

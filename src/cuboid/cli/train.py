@@ -45,7 +45,8 @@ def train(
         start = checkpoint.newest(resume)
         run = start.parent.parent
         if config is None:  # the run's own, wherever its folder is by now
-            config, overrides = run / "config.toml", [f"logging.folder={toml(str(run))}", *overrides]
+            own = [f"logging.folder={toml(str(run))}", "model.pretrained="]  # its weights are its own by now
+            config, overrides = run / "config.toml", own + overrides
     chosen = load(config, overrides, preset)
     chosen.check()
     folder = Path(chosen.logging.folder) if chosen.logging.folder else run

@@ -65,6 +65,7 @@ class _Step(Counter):
         self.chunks = chunk_count(self.s, self.y, self.z, schedule.chunks)
         self.d = config.hidden // self.z
         self.summed_over_y = 0  # elements of norm gradients
+        self.summed_over_all = 0  # of those of heads' norms
         self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
 
         self.embedding()
@@ -73,7 +74,8 @@ class _Step(Counter):
         self.weights(self.norm_weights(1), again=True)
         self.norm()
         self.head()
-        self.reduce("y", self.summed_over_y, self.stored)
+        for axis, summed in (("x", 0), ("y", self.summed_over_y), ("z", 0)):
+            self.reduce(axis, summed + self.summed_over_all, self.stored)
         self.reduce("data", self.cost.parameters // self.stored, self.stored)
 
     def gather(self, axis: str, whole: int, size: int = 0, p: int = 0) -> None:
@@ -124,6 +126,12 @@ class _Step(Counter):
         self.summed_over_y += vectors * self.part(self.d, "x")
         return [(self.c.hidden, 1, "z", None)] * vectors
 
+    def head_norms(self) -> None:
+        """Of queries and keys: whole on every rank, and their gradients summed over all."""
+        if self.c.qk_norm:
+            self.cost.vectors += 2 * self.c.head_dim * self.stored
+            self.summed_over_all += 2 * self.c.head_dim
+
     # Layers
 
     def embedding(self) -> None:
@@ -163,13 +171,13 @@ class _Step(Counter):
         self.save(self.m * k * self.e // (1 if retain else self.axes[n_axis]))
 
     def block(self) -> None:
-        c, bias = self.c, bool(self.c.bias)
-        ups = 2 if c.gated else 1
+        c, ups = self.c, 2 if self.c.gated else 1
         weights: list[_Weight] = [(n, c.hidden, "y", "z") for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * ups)]
         weights += [(c.hidden, c.q_dim, "z", "y"), (c.hidden, c.ffn, "z", "y")]
-        if bias:
-            weights += [(n, 1, n_axis, None) for n, _, n_axis, _ in weights]
+        biases = weights[:3] * c.qkv_biased + weights[3:] * bool(c.bias)
+        weights += [(n, 1, n_axis, None) for n, _, n_axis, _ in biases]
         self.weights(weights + self.norm_weights(2), again=True)
+        self.head_norms()
         self.in_parts(self.layer)
 
     def layer(self) -> None:
@@ -209,6 +217,8 @@ class _Step(Counter):
             self.pair("z", m * 2 * kv)
             kv_heads = self.picked(heads)
         keys = m * 2 * kv_heads * c.head_dim
+        if c.qk_norm:
+            self.save_unnormed(few, keys // 2)
         seen = [(self.s, self.s)]  # queries, keys they look at
         if self.context > 1:
             keys *= self.context
@@ -225,6 +235,14 @@ class _Step(Counter):
         elif self.policy.activations == "retain" and z > 1:
             saved += outputs  # else the very tensor that the next product saves
         self.save(saved * self.e + m * heads * self.wide)  # and the rows' log-sum-exps
+
+    def save_unnormed(self, few: bool, keys: int) -> None:
+        """What the norms of queries and keys saw. The values lie in the same buffer where they are as many as the
+        keys; where x cuts the sequence nobody else saves them."""
+        c = self.c
+        self.save((self.m * c.q_dim // (self.y * self.z) + keys * (1 + (self.context > 1 and not few))) * self.e)
+        if self.e != self.stored:
+            self.save(2 * c.head_dim * self.e // self.parts)  # the weights, made as narrow as the activations
 
     def picked(self, heads: int) -> int:
         """How many heads of keys `heads` queries need, or one each where the need is uneven."""

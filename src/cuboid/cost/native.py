@@ -31,6 +31,7 @@ def native_cost(
 
 def check_model(config: ModelConfig, tp: int) -> None:
     """Raise if tensor parallelism over `tp` ranks cannot cut this model."""
+    config.check_plain("PyTorch's FSDP × TP")
     for name in ("heads", "kv_heads", "ffn"):
         n = getattr(config, name)
         if n % tp:

@@ -21,7 +21,7 @@ from cuboid.product import Linear
 from cuboid.schedule import Schedule
 
 #: What a parameter is to the model; a parallel decides from it how the parameter is cut.
-Role = Literal["into.weight", "into.bias", "out_of.weight", "out_of.bias", "norm", "table"]
+Role = Literal["into.weight", "into.bias", "out_of.weight", "out_of.bias", "norm", "head_norm", "table"]
 
 
 class Index(NamedTuple):
@@ -68,6 +68,18 @@ class Place:
         return torch.where(inside, part, fill).T.contiguous()
 
 
+class Attend(NamedTuple):
+    """How tokens attend: to those before them (with a cache, also to those seen in earlier steps) or to all; with the
+    weights of the RMSNorms of queries and keys, if there are any."""
+
+    causal: bool = True
+    cache: Cache | None = None
+    norms: tuple[Tensor, Tensor] | None = None
+
+
+CAUSAL = Attend()
+
+
 class Weights(Protocol):
     """The weights of one layer, ready for use."""
 
@@ -110,8 +122,8 @@ class Parallel(Protocol):
         """Products that leave the residual stream, of one X. With `heads`, each output's count of heads, whole heads
         of whole sequences come out, ready for `attend`."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, cache: Cache | None = None) -> Steps:
-        """Causal attention of the outputs of `into(..., heads=…)`."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
+        """Attention of the outputs of `into(..., heads=…)`."""
 
     def out_of(self, X: Tensor, W: Any, linear: Linear, heads: int = 0) -> Steps:
         """The product that returns to the residual stream, from what `into` or `attend` gave."""

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.attention import Cache, attend, attend_cached, rotate, rotation
+from cuboid.attention import attend, attend_both_ways, attend_cached, rotate, rotation
 from cuboid.comm import Steps, collective
 from cuboid.config import ModelConfig
 from cuboid.embedding import Lookup, lookup
@@ -32,8 +32,9 @@ from cuboid.layout import Spec, ceil_div, cut, round_up
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.norm import Norm, norm
-from cuboid.parallel import Index, Place, Role
+from cuboid.parallel import CAUSAL, Attend, Index, Place, Role
 from cuboid.parallel.bucketed import Bucketed
+from cuboid.parallel.serial import RMSNorm
 from cuboid.product import Linear, Out, Product, product
 from cuboid.schedule import PREFETCH, Schedule
 from cuboid.weights import Bucket, Weights
@@ -44,6 +45,7 @@ SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
     "out_of.weight": ((("z", "x"), ("y",)), ()),
     "out_of.bias": ((("z", "x"),), ()),
     "norm": ((("z", "x"),), ("y",)),  # each y-rank has seen its own tokens
+    "head_norm": (((),), ("x", "y", "z")),  # each rank has seen its own tokens and heads
     "table": ((("y", "x"), ("z",)), ()),
 }
 
@@ -155,17 +157,23 @@ class CuboidParallel(Bucketed):
         (Y,) = yield from self._product(X, W, [Out([linear])], k=y, n=z, heads=bool(heads))
         return Y
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, cache: Cache | None = None) -> Steps:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
         if k.dim() == 3:  # cut by tokens
             k, v = yield from self._few_heads(k, v)
+        if how.norms is not None:
+            q, k = (RMSNorm.apply(x, w, self.config.norm_eps) for x, w in zip((q, k), how.norms, strict=True))
+        elif place.turn is not None:
+            v = v.contiguous()  # else the view would keep q's and k's memory as well
         if place.turn is not None:
             q, k = rotate(q, place.turn), rotate(k, place.turn)
-            v = v.contiguous()  # else the view would keep q's and k's memory as well
-        if cache is not None:
-            return attend_cached(q, k, v, cache, place.seq)
+        if how.cache is not None:
+            return attend_cached(q, k, v, how.cache, place.seq)
+        if place.context.size > 1:
+            k, v = yield from self._whole_sequence(k, v, place.context)
+        if not how.causal:
+            return attend_both_ways(q, k, v, place.seq)
         if place.context.size == 1:
             return attend(q, k, v)
-        k, v = yield from self._whole_sequence(k, v, place.context)
         parts, index = place.context.size, place.context.index
         piece = len(q) // 2
         stops = (

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.attention import Cache, attend, attend_cached, rotate, rotation
+from cuboid.attention import rotation
 from cuboid.comm import COLLECTIVES, TRANSPOSE, Flight, Kind, Steps, all_gather, all_reduce, collective, token
 from cuboid.config import ModelConfig
 from cuboid.embedding import Lookup, lookup
@@ -35,9 +35,9 @@ from cuboid.head import chunk_rows
 from cuboid.layout import Spec, ceil_div, cut, round_up
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
-from cuboid.parallel import Index, Place, Role
+from cuboid.parallel import CAUSAL, Attend, Index, Place, Role
 from cuboid.parallel.bucketed import Bucketed
-from cuboid.parallel.serial import _RMSNorm
+from cuboid.parallel.serial import RMSNorm, attend_whole
 from cuboid.product import Linear
 from cuboid.weights import Weights
 
@@ -59,6 +59,7 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
             f"cuboid {cuboid} has x={cuboid.x} and z={cuboid.z}, but 1-D parallel cuts over y alone; "
             f"use x=1, z=1 and y={cuboid.block}"
         )
+    config.check_plain("1-D parallel")
     config.check(cuboid, batch, seq)
     y, heads = cuboid.y, config.heads
     fits = {"kv_heads": [n for n in range(y, heads + 1, y) if heads % n == 0], "ffn": [round_up(config.ffn, y)]}
@@ -119,7 +120,7 @@ class OneD(Bucketed):
 
     def norm(self, X: Tensor, W: Weights, weight: nn.Parameter, bias: nn.Parameter | None) -> Steps:
         if bias is None:
-            return _RMSNorm.apply(X, W[weight], self.config.norm_eps)
+            return RMSNorm.apply(X, W[weight], self.config.norm_eps)
         return F.layer_norm(X, weight.shape, W[weight], W[bias], self.config.norm_eps)
         yield
 
@@ -131,10 +132,8 @@ class OneD(Bucketed):
         Ys = [Y if bias is None else Y + W[bias] for Y, (_, bias) in zip(Ys, linears, strict=True)]
         return [Y.unflatten(-1, (-1, self.config.head_dim)) for Y in Ys] if heads else Ys
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, cache: Cache | None = None) -> Steps:
-        if place.turn is not None:
-            q, k = rotate(q, place.turn), rotate(k, place.turn)
-        return attend(q, k, v) if cache is None else attend_cached(q, k, v, cache, place.seq)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
+        return attend_whole(q, k, v, place, how)
         yield
 
     def out_of(self, X: Tensor, W: Weights, linear: Linear, heads: int = 0) -> Steps:

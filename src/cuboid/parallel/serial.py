@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.attention import Cache, attend, attend_cached, rotate, rotation
+from cuboid.attention import attend, attend_both_ways, attend_cached, rotate, rotation
 from cuboid.comm import Steps
 from cuboid.config import ModelConfig
 from cuboid.layout import Spec
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
-from cuboid.parallel import Index, Place, Role
+from cuboid.parallel import CAUSAL, Attend, Index, Place, Role
 from cuboid.product import Linear
 from cuboid.randomness import dropout
 from cuboid.schedule import OFF, Schedule
@@ -74,7 +74,7 @@ class Serial:
 
     def norm(self, X: Tensor, W: _Plain, weight: nn.Parameter, bias: nn.Parameter | None) -> Steps:
         if bias is None:
-            return _RMSNorm.apply(X, W[weight], self.config.norm_eps)
+            return RMSNorm.apply(X, W[weight], self.config.norm_eps)
         return F.layer_norm(X, weight.shape, W[weight], W[bias], self.config.norm_eps)
         yield
 
@@ -83,10 +83,10 @@ class Serial:
         return [Y.unflatten(-1, (h, -1)) for Y, h in zip(Ys, heads, strict=True)] if heads else Ys
         yield
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, cache: Cache | None = None) -> Steps:
-        if place.turn is not None:
-            q, k = rotate(q, place.turn), rotate(k, place.turn)
-        return attend(q, k, v) if cache is None else attend_cached(q, k, v, cache, place.seq)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
+        if how.norms is not None:
+            q, k = (RMSNorm.apply(x, w, self.config.norm_eps) for x, w in zip((q, k), how.norms, strict=True))
+        return attend_whole(q, k, v, place, how)
         yield
 
     def out_of(self, X: Tensor, W: _Plain, linear: Linear, heads: int = 0) -> Steps:
@@ -105,7 +105,16 @@ class Serial:
         yield
 
 
-class _RMSNorm(torch.autograd.Function):
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend) -> Tensor:
+    """Attention where a rank has the whole sequence of its heads."""
+    if place.turn is not None:
+        q, k = rotate(q, place.turn), rotate(k, place.turn)
+    if how.cache is not None:
+        return attend_cached(q, k, v, how.cache, place.seq)
+    return attend(q, k, v) if how.causal else attend_both_ways(q, k, v, place.seq)
+
+
+class RMSNorm(torch.autograd.Function):
     """F.rms_norm, made again in backward: PyTorch's own keeps several tensors as large as X."""
 
     @staticmethod

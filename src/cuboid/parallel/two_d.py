@@ -19,15 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from cuboid import summa
-from cuboid.attention import Cache, attend, attend_cached, rotate, rotation
+from cuboid.attention import rotation
 from cuboid.comm import Steps
 from cuboid.config import ModelConfig
 from cuboid.layout import Spec, cut, round_up
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.norm import Norm, norm
-from cuboid.parallel import Index, Place, Role
+from cuboid.parallel import CAUSAL, Attend, Index, Place, Role
 from cuboid.parallel.bucketed import Bucketed
+from cuboid.parallel.serial import attend_whole
 from cuboid.product import Linear
 from cuboid.weights import Weights
 
@@ -56,6 +57,7 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
             raise ValueError(
                 f"{name}={n} cannot be cut into z={q}; use {name} {round_up(n, q)}, or y = z one of {smaller}"
             )
+    config.check_plain("2-D parallel")
     config.check(Cuboid(), batch, seq)
     parts = cuboid.data * cuboid.x * q
     if batch % parts:
@@ -107,11 +109,10 @@ class TwoD(Bucketed):
         return [Y.unflatten(-1, (-1, self.config.head_dim)) for Y in Ys] if heads else Ys
         yield
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, cache: Cache | None = None) -> Steps:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
         if place.turn is not None:
-            q, k = rotate(q, place.turn), rotate(k, place.turn)
             v = v.contiguous()  # else the view would keep q's and k's memory as well
-        return attend(q, k, v) if cache is None else attend_cached(q, k, v, cache, place.seq)
+        return attend_whole(q, k, v, place, how)
         yield
 
     def out_of(self, X: Tensor, W: Weights, linear: Linear, heads: int = 0) -> Steps:

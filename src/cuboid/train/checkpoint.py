@@ -25,8 +25,8 @@ from cuboid.comm import all_reduce
 from cuboid.config import ModelConfig, RopeScaling
 from cuboid.model import Transformer
 from cuboid.nn import declared
-from cuboid.train.optimizer import MOMENTS
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -54,8 +54,9 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Copy everything now and write it, perhaps while the next steps run."""
+    def save(self, step: int, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
+        """Copy everything now and write it, perhaps while the next steps run. A model that was never trained has no
+        optimizer."""
         self.wait()
         copies = tensors(self.model, optimizer, copy=True)
         self._thread = threading.Thread(target=self._write, args=(step, copies, {"step": step, **state}))

@@ -5,7 +5,7 @@ on eight ranks, in about two minutes on two cores.
 """
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,16 +15,18 @@ from cuboid.config import ModelConfig, RopeScaling
 from cuboid.mesh import AXES, Cuboid
 from cuboid.presets import PRESETS
 from cuboid.train.keys import assignment, build, flatten, key, keys, toml, value_of, write
+from cuboid.train.origin import Origin
 
 
 @dataclass(frozen=True)
 class RopeScalingSection:
-    """Llama 3.1's stretching of the rotary wavelengths"""
+    """stretching of the rotary wavelengths"""
 
     factor: float = key(1.0, "how far; 1: not at all", at_least=1)
     low_freq_factor: float = key(1.0, "wavelengths beyond original_context / this are stretched", above=0)
     high_freq_factor: float = key(4.0, "wavelengths within original_context / this are not", above=0)
     original_context: int = key(8192, "the context the model was first trained on", at_least=1)
+    kind: Literal["llama3", "linear"] = key("llama3", "as Llama 3.1 does, or all wavelengths alike")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class ModelSection:
     """what is trained"""
 
     preset: str = key("", "a known model, whose sizes the keys below change; cuboid config --presets lists them")
+    pretrained: str = key(
+        "", "begin with this model and its sizes: a Hugging Face folder, a run or a checkpoint", path=True
+    )
     family: Literal["gpt2", "llama"] = key("llama", "kind of Transformer")
     layers: int = key(2, "Transformer blocks", at_least=1)
     hidden: int = key(128, "width of the residual stream", at_least=1)
@@ -43,6 +48,9 @@ class ModelSection:
     context: int = key(0, "longest sequence; 0: data.seq", at_least=0)
     tied: bool | Literal["auto"] = key("auto", "head and embedding share their weight; auto: what the family does")
     bias: bool | Literal["auto"] = key("auto", "linears have biases; auto: what the family does")
+    qkv_bias: bool | Literal["auto"] = key("auto", "queries, keys and values have biases; auto: as bias")
+    qk_norm: bool = key(False, "RMSNorm of each head's queries and keys")
+    window: int = key(0, "tokens that attention looks back on, which a sequence must not exceed; 0: all", at_least=0)
     dropout: float = key(0.0, "share of the residual stream's elements zeroed in training", at_least=0, below=1)
     norm_eps: float = key(1e-5, "added to the variance in norms", at_least=0)
     init_std: float = key(0.02, "spread of the initial weights", above=0)
@@ -184,7 +192,7 @@ class TrainConfig:
         values = {each.name: getattr(m, each.name) for each in fields(ModelConfig)}
         values["vocab"] = m.vocab or vocab
         values["context"] = m.context or self.data.seq
-        for name in ("tied", "bias"):
+        for name in ("tied", "bias", "qkv_bias"):
             values[name] = None if values[name] == "auto" else values[name]
         values["rope_scaling"] = None
         if scaling.factor > 1:
@@ -222,11 +230,13 @@ class TrainConfig:
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = (), preset: str = "") -> TrainConfig:
-    """The defaults, changed by the preset, the file, and each `key=value`. Call `check` before a run."""
+    """The defaults, changed by the preset or the model to begin with, the file, and each `key=value`. Call `check`
+    before a run."""
     given = {"model.preset": preset} if preset else {}
     given |= flatten(TrainConfig, _read(path)) if path else {}
     given |= dict(assignment(TrainConfig, text) for text in overrides)
-    config: TrainConfig = build(TrainConfig, _preset(given.get("model.preset", "")) | given)
+    known = _preset(given.get("model.preset", "")) | _pretrained(given)
+    config: TrainConfig = build(TrainConfig, known | given)
     return config
 
 
@@ -254,17 +264,37 @@ def _nearest_file(path: Path) -> str:
 
 
 def _preset(name: str) -> dict[str, Any]:
-    """A preset's keys. What follows from other keys is left to follow: a changed hidden has its own ffn."""
     if not name:
         return {}
     if name not in PRESETS:
         near = get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {toml(near[0])}? " if near else ""
         raise ValueError(f"model.preset = {toml(name)} is not known; {hint}There are {', '.join(PRESETS)}")
-    model = PRESETS[name]
+    return _model_keys(PRESETS[name])
+
+
+def _pretrained(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the model to begin with, and its tokenizer where the text is still to be tokenised."""
+    if not given.get("model.pretrained"):
+        return {}
+    if given.get("model.preset"):
+        raise ValueError(
+            f"model.preset = {toml(given['model.preset'])} and model.pretrained = {toml(given['model.pretrained'])} "
+            "both say what the model is; give one of them"
+        )
+    origin = Origin.find(Path(given["model.pretrained"]))
+    values = _model_keys(origin.config)
+    built = any((Path(path) / "train.json").is_file() for path in given.get("data.paths", ()))
+    if origin.tokenizer_file is not None and not built:
+        values["data.tokenizer"] = str(origin.tokenizer_file)
+    return values
+
+
+def _model_keys(model: ModelConfig) -> dict[str, Any]:
+    """A model's keys. What follows from other keys is left to follow: a changed hidden has its own ffn."""
     values = {f"model.{each.name}": getattr(model, each.name) for each in fields(ModelConfig)}
     for word, blank, written in [(w, 0, 0) for w in ("kv_heads", "head_dim", "ffn")] + [
-        (w, None, "auto") for w in ("tied", "bias")
+        (w, None, "auto") for w in ("tied", "bias", "qkv_bias")
     ]:
         if model.replace(**{word: blank}) == model:
             values[f"model.{word}"] = written

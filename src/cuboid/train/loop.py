@@ -33,6 +33,7 @@ from cuboid.trace import save as save_trace
 from cuboid.train import checkpoint
 from cuboid.train.config import TrainConfig, resolved_toml
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
+from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
 from cuboid.train.progress import Progress, StepReport
 from cuboid.train.run import RunFolder, fresh_path
@@ -92,8 +93,12 @@ class Trainer:
         self.config, self.corpus = config, corpus_of(config)
         parallel, d = layout(config, config.model_config(self.corpus.vocab), world), config.data
         self.place = parallel.place(d.batch // d.micro_batches, d.seq)
-        self.model = Transformer(parallel, config.seed, dtype, config.memory.checkpoint)
+        self.origin = Origin.find(Path(config.model.pretrained)) if config.model.pretrained else None
+        seed = config.seed if self.origin is None else None
+        self.model = Transformer(parallel, seed, dtype, config.memory.checkpoint)
         self.corpus.check(self.model.config.vocab)
+        if self.origin is not None:
+            self.origin.load(self.model)
         self.optimizer = adamw(self.model, config.optimizer)
         self.loss = Loss(label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss)
         fp16 = config.precision.dtype == "fp16"
@@ -203,6 +208,8 @@ class Trainer:
 
 
 def check_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
+    if state["data"] is None:
+        raise ValueError(f"{path} was imported, and there is no training to go on with; begin with model.pretrained")
     if state["data"]["digest"] != trainer.corpus.digest:
         raise ValueError(f"{path} was trained on other text; give the data it began with, or begin a new run")
     for name, here in trainer.order().items():
@@ -264,6 +271,8 @@ def open_folder(trainer: Trainer, folder: Path | None, resume: Path | None) -> t
         else:
             run = RunFolder.create(path, resolved_toml(config), config.logging.tensorboard)
             trainer.corpus.tokenizer.save(run.path)
+            if trainer.origin is not None:
+                trainer.origin.remember(run.path)
     return from_first(run.path if run else None, mesh.world), run
 
 

@@ -8,9 +8,8 @@ from torch import nn
 
 from cuboid.comm import all_reduce
 from cuboid.model import Transformer
+from cuboid.train.checkpoint import MOMENTS
 from cuboid.train.config import OptimizerSection, ScheduleSection
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def adamw(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:

@@ -1,0 +1,99 @@
+"""An encoder of your own on a cuboid: BERT-style, attention both ways, masked-language-model loss.
+
+    python examples/encoder.py                      # eight ranks of this machine, cuboid (2,2,2)
+    torchrun --nproc-per-node 8 examples/encoder.py # the ranks torchrun starts
+
+The text is made up: each word is said eight times on end, so a masked one can be told from its neighbours, on either
+side.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from cuboid import CuboidParallel, Loss, Mesh, ModelConfig, World, launch
+from cuboid.comm import Steps, run
+from cuboid.nn import MLP, Attention, Model, Norm, Table
+from cuboid.parallel import Parallel, Place
+
+# Sizes, and what the layers do: gpt2 has LayerNorm, learned positions, GELU and biases.
+CONFIG = ModelConfig("gpt2", layers=2, hidden=64, heads=8, vocab=62, context=32, ffn=128, init_std=0.05)
+MASK = CONFIG.vocab - 1
+BATCH, SEQ = 32, 24
+
+
+class EncoderBlock(nn.Module):
+    """norm(X + attention(X)), then norm(X + mlp(X)): the norms come after, as in BERT."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__()
+        c = parallel.config
+        self.attention, self.norm1 = Attention(parallel, causal=False), Norm(parallel, c.hidden, bias=True)
+        self.mlp, self.norm2 = MLP(parallel), Norm(parallel, c.hidden, bias=True)
+
+    def forward(self, X: Tensor, W: Any, place: Place) -> Steps:
+        A = yield from self.attention(X, W, place)
+        X = yield from self.norm1(X + A, W)
+        M = yield from self.mlp(X, W)
+        X = yield from self.norm2(X + M, W)
+        return X
+
+
+class Encoder(Model):
+    def __init__(self, parallel: Parallel, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(parallel)
+        c = parallel.config
+        self.embed = Table(parallel, c.vocab, c.hidden, c.init_std)
+        self.positions = Table(parallel, c.context, c.hidden, c.init_std)
+        self.norm = Norm(parallel, c.hidden, bias=True)
+        self.blocks = nn.ModuleList(EncoderBlock(parallel) for _ in range(c.layers))
+        self.finish([self.embed, self.positions, self.norm, *self.blocks], seed, dtype, order=list(self.blocks))
+
+    def forward(self, tokens: Tensor, targets: Tensor, place: Place) -> Tensor:
+        """The mean loss of the tokens whose target is not -100, over all ranks."""
+        opened = self.open()
+        with self.weights(opened, self.embed) as W, self.weights(opened, self.positions) as P:
+            tables = [(W, self.embed.weight), (P, self.positions.weight)]
+            X = run(self.parallel.embed(tokens, tables, place))
+        with self.weights(opened, self.norm) as W:
+            X = run(self.norm(X, W))
+        for block in self.blocks:
+            with self.weights(opened, block) as W:
+                X = run(block(X, W, place))
+        with self.weights(opened, self.embed) as W:  # the head is tied to the embedding
+            return run(self.parallel.head_loss(X, W, self.embed.weight, targets, Loss()))
+
+
+def masked(step: int) -> tuple[Tensor, Tensor]:
+    """A batch of the whole world: tokens with a sixth of them masked, and as targets what was there."""
+    dice = torch.Generator().manual_seed(step)
+    text = torch.randint(MASK, (BATCH, SEQ // 8), generator=dice).repeat_interleave(8, 1)
+    hidden = torch.rand(text.shape, generator=dice) < 1 / 6
+    hidden[:, 0] = True  # at least one in every sample
+    return text.where(~hidden, MASK), text.where(hidden, -100)
+
+
+def train(world: World, sizes: tuple[int, int, int], steps: int) -> list[float]:
+    """The loss at every step."""
+    mesh = Mesh.over(init_device_mesh(world.device.type, sizes, mesh_dim_names=("x", "y", "z")))
+    parallel = CuboidParallel(CONFIG, mesh)
+    model, place = Encoder(parallel), parallel.place(BATCH, SEQ)
+    parameters = model.dtensors().values()  # for any torch optimizer
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.01)
+    losses = []
+    for step in range(steps):
+        tokens, targets = (whole.to(mesh.device) for whole in masked(step))
+        loss = model(place.take(tokens, 0), place.take(targets, -100), place)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)  # by the norm of the whole gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    found = launch(train, 8, [(2, 2, 2), 60])[0]
+    print(f"loss {found[0]:.3f} at first, {found[-1]:.3f} after {len(found)} steps")

@@ -1,0 +1,30 @@
+"""How far a long command is."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+
+@contextmanager
+def bar(console: Console, what: str, total: int, size: bool = True) -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal, a line elsewhere; of bytes, or of what else is counted. Tell it how much more is done."""
+    if not console.is_terminal:
+        console.print(what)
+        yield lambda done: None
+        return
+    of_bytes: tuple[ProgressColumn, ...] = (DownloadColumn(), TransferSpeedColumn())
+    columns = of_bytes if size else (MofNCompleteColumn(),)
+    with Progress(TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn(), console=console) as p:
+        task = p.add_task(what, total=total)
+        yield lambda done: p.advance(task, done)

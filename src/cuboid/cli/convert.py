@@ -1,0 +1,94 @@
+"""`cuboid import`, `cuboid export`: Hugging Face folders to checkpoints and back."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from cuboid.cli.bar import bar
+from cuboid.data.tokenizer import FILE
+from cuboid.hf import folder as files
+from cuboid.hf.architecture import kind_of, model_config
+from cuboid.hf.load import from_pretrained
+from cuboid.hf.save import Provenance, save_pretrained
+from cuboid.launch import World, launch
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.model import Transformer
+from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.train import checkpoint
+from cuboid.train.origin import Origin
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CUBOID = Annotated[str, typer.Option(help="x,y,z to run on; one process unless given.")]
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face folder: config.json and safetensors.")],
+    out: Annotated[Path, typer.Argument(help="The run folder to make, with one checkpoint.")],
+    cuboid: CUBOID = "1,1,1",
+) -> None:
+    """Turn a Hugging Face folder into a checkpoint that loads on any cuboid.
+
+    Training needs no such step: model.pretrained takes the folder itself.
+    """
+    shape = Cuboid.parse(cuboid)
+    model_config(folder).check(shape, shape.x, 1)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not an empty folder; name a new one to import to")
+    launch(import_on_rank, shape.ranks, [folder.resolve(), out.resolve(), shape])
+
+
+def import_on_rank(world: World, folder: Path, out: Path, cuboid: Cuboid) -> None:
+    mesh, console = Mesh(cuboid, world.rank, world.device), talk(world)
+    tensors = files.stored(folder).values()
+    wide = torch.float64 if any(tensor.dtype == "F64" for tensor in tensors) else torch.float32
+    with bar(console, f"reading {folder}", sum(t.bytes for t in tensors) // mesh.cuboid.ranks) as advance:
+        model = from_pretrained(folder, mesh, wide, advance)
+    if world.rank == 0:
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Provenance.keep(folder, out)
+        if (folder / FILE).is_file():
+            (out / FILE).write_bytes((folder / FILE).read_bytes())
+    writer = checkpoint.Writer(out / "checkpoints", model, keep=0, background=False)
+    writer.save(0, None, {"model": asdict(model.config), "updates": 0, "data": None})
+    console.print(f"wrote {checkpoint.newest(out)}")
+
+
+def export(
+    model: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Argument(help="The Hugging Face folder to make.")],
+    dtype: Annotated[
+        str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}. Left out: as they were imported, or fp32.")
+    ] = "",
+    shard_gb: Annotated[float, typer.Option(help="Most of a file, in GB (10⁹ bytes).", min=1e-6)] = 5.0,
+    cuboid: CUBOID = "1,1,1",
+) -> None:
+    """Write a trained model as a Hugging Face folder that transformers loads."""
+    if dtype and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    origin, shape = Origin.find(model), Cuboid.parse(cuboid)
+    kind_of(origin.config)
+    origin.config.check(shape, shape.x, 1)
+    launch(export_on_rank, shape.ranks, [origin, out.resolve(), DTYPES.get(dtype), int(shard_gb * 1e9), shape])
+
+
+def export_on_rank(
+    world: World, origin: Origin, out: Path, dtype: torch.dtype | None, shard_bytes: int, cuboid: Cuboid
+) -> None:
+    mesh, console = Mesh(cuboid, world.rank, world.device), talk(world)
+    provenance = origin.provenance
+    wide = provenance is not None and any(came_as == "F64" for _, came_as in provenance.tensors.values())
+    at_rest = torch.float64 if wide else torch.float32
+    model = Transformer(CuboidParallel(origin.config, mesh), None, at_rest)
+    origin.load(model)
+    size = origin.config.parameters * (dtype or at_rest).itemsize
+    with bar(console, f"writing {out}", size) as advance:
+        save_pretrained(model, out, dtype, shard_bytes, provenance, origin.tokenizer(), advance)
+    console.print(f"wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+
+
+def talk(world: World) -> Console:
+    return Console(quiet=world.rank != 0, highlight=False, markup=False, soft_wrap=True)

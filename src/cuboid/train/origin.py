@@ -1,0 +1,63 @@
+"""A model on disk, whichever form it has: a Hugging Face folder, or a checkpoint of ours."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuboid.config import ModelConfig
+from cuboid.data.tokenizer import FILE, Tokenizer, load_tokenizer
+from cuboid.hf import architecture
+from cuboid.hf.load import Progress
+from cuboid.hf.load import load as load_folder
+from cuboid.hf.save import Provenance
+from cuboid.model import Transformer
+from cuboid.train import checkpoint
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Use `find`."""
+
+    path: Path  # the folder, or the checkpoint
+    config: ModelConfig
+    run: Path | None  # of a checkpoint
+
+    @classmethod
+    def find(cls, path: Path) -> "Origin":
+        """At a Hugging Face folder, a run folder or one of its checkpoints."""
+        path = path.resolve()
+        if (path / architecture.CONFIG).is_file():
+            return cls(path, architecture.model_config(path), None)
+        if not path.is_dir():
+            raise ValueError(f"{path} is no folder; give a Hugging Face folder, a run or a checkpoint")
+        found = checkpoint.newest(path)
+        return cls(found, checkpoint.model_config(found), found.parent.parent)
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        file = (self.run or self.path) / FILE
+        return file if file.is_file() else None
+
+    def tokenizer(self) -> Tokenizer:
+        if self.run is None and self.tokenizer_file is None:
+            raise ValueError(f"{self.path} has no {FILE}; put the model's own there (older formats are not read)")
+        return load_tokenizer(self.tokenizer_file)
+
+    def load(self, model: Transformer, progress: Progress = lambda size: None) -> None:
+        """Fill a model of this configuration. Every rank calls it."""
+        if self.run is None:
+            load_folder(self.path, model, progress)
+        else:
+            checkpoint.load(self.path, model)
+
+    @property
+    def provenance(self) -> Provenance | None:
+        """Of the Hugging Face folder it once was."""
+        return None if self.run is None else Provenance.of(self.run)
+
+    def remember(self, run: Path) -> None:
+        """Let a run that begins here keep what its export needs."""
+        if self.run is None:
+            Provenance.keep(self.path, run)
+        elif (provenance := self.provenance) is not None:
+            shutil.copytree(provenance.folder, run / provenance.folder.name)

@@ -1,0 +1,90 @@
+"""Every code block of docs/ runs: TOML is saved under the name in its first line, Python and commands are executed."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from cuboid.cli import app
+
+DOCS = Path(__file__).parents[1] / "docs"
+BIN = Path(sys.executable).parent
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+
+
+class Block(NamedTuple):
+    kind: str
+    text: str
+
+
+def blocks(name: str) -> list[Block]:
+    return [Block(*found) for found in BLOCK.findall((DOCS / name).read_text())]
+
+
+def run_toml(text: str) -> None:
+    first = re.match(r"# (\w+\.toml)\n", text)
+    assert first, "the first line names the file"
+    Path(first[1]).write_text(text)
+
+
+def run_python(text: str) -> None:
+    """As a script: what it sends to ranks they find in their own `__main__`."""
+    with pytest.MonkeyPatch.context() as patch:
+        module = ModuleType("__main__")
+        patch.setitem(sys.modules, "__main__", module)
+        exec(compile(text, "a block", "exec"), module.__dict__)
+
+
+def run_bash(text: str) -> None:
+    for line in text.replace("\\\n", " ").strip().splitlines():
+        words = shlex.split(line)
+        if words[0] == "cuboid":  # in this process, which spares the seconds that importing torch takes
+            result = CliRunner().invoke(app, words[1:])
+            assert result.exit_code == 0, (line, result.exception, result.output)
+            continue
+        nodes = range(2) if "$NODE" in line else range(1)
+        path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+        here = [
+            subprocess.Popen(
+                line,
+                shell=True,
+                env=os.environ | {"PATH": path, "NODE": str(node), "HOST0": "127.0.0.1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for node in nodes
+        ]
+        for each in here:
+            out, _ = each.communicate(timeout=300)
+            assert each.returncode == 0, (line, out)
+
+
+RUN = {"toml": run_toml, "python": run_python, "bash": run_bash}
+
+
+@pytest.mark.parametrize("name", ["quickstart.md", "your-own-model.md", "checkpoints.md", "cluster.md"])
+def test_every_block_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = blocks(name)
+    assert found
+    for kind, text in found:
+        RUN[kind](text)
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_nothing_looks_like_code_and_is_not_run(path: Path) -> None:
+    """No block is indented or of a kind that is not run, and links lead somewhere."""
+    text = path.read_text()
+    outside = BLOCK.sub("", text)
+    assert "```" not in outside
+    assert not re.search(r"^    \S", outside, re.M) or path.name == "memory.md"
+    for link in re.findall(r"\]\(([^)#:]+)\)", outside):
+        assert (DOCS / link).exists(), link
