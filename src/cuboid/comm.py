@@ -35,7 +35,7 @@ class Pause(NamedTuple):
 
 #: What a block of the model is: a generator that yields wherever a collective has been launched but is not yet
 #: needed, so that something else can run there, and returns its value at the end.
-Steps = Generator[Pause | None, None, Any]
+Steps = Generator[Pause, None, Any]
 
 
 def run(steps: Steps) -> Any:

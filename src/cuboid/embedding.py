@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm import Flight, Steps, all_gather, reduce_scatter, token
+from cuboid.comm import Flight, Pause, Steps, all_gather, reduce_scatter, token
 from cuboid.mesh import Axis
 from cuboid.weights import Weights
 
@@ -32,7 +32,7 @@ class Lookup:
 def lookup(tables: Sequence[tuple[Weights, nn.Parameter]], call: Lookup) -> Steps:
     """Σ over tables of the rows of `call.ids` -> [s/y, b, d]"""
     launched = _Launch.apply(call, *(W[table] for W, table in tables))
-    yield
+    yield Pause()
     return _Wait.apply(launched, call)
 
 

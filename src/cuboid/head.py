@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm import Flight, Steps, all_gather, all_reduce, reduce_scatter, token
+from cuboid.comm import Flight, Pause, Steps, all_gather, all_reduce, reduce_scatter, token
 from cuboid.layout import ceil_div
 from cuboid.loss import Loss
 from cuboid.mesh import Mesh
@@ -56,7 +56,7 @@ def chunk_rows(s: int, z: int, row: int, limit: int) -> int:
 def head_loss(X_s: Tensor, W: Weights, call: Head) -> Steps:
     """X_s [s/y, b, d/z] -> the mean loss over the tokens of all ranks."""
     launched = _Launch.apply(X_s, call)
-    yield
+    yield Pause()
     return _Loss.apply(launched, W[call.weight], call)
 
 

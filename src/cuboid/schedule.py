@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cuboid.comm import Pause, Steps
+from cuboid.comm import Steps
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def in_step(parts: Sequence[Steps]) -> list[Any]:
     before one that computes, and the one ahead before the others; so they spread out, and links and cores are both
     kept busy. Sizes are the same on all ranks, hence the order is, whatever the time.
 
+    >>> from cuboid.comm import Pause
     >>> def counts(name):
     ...     for i in range(2):
     ...         print(name, i)
@@ -77,7 +78,7 @@ def in_step(parts: Sequence[Steps]) -> list[Any]:
         part = going[i]
         clock = max(clock, part.ready) + part.work
         try:
-            pause = next(part.steps) or Pause()
+            pause = next(part.steps)
         except StopIteration as end:
             results[i] = end.value
             del going[i]

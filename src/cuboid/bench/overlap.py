@@ -75,8 +75,8 @@ class Found:
         return [self.shape, f"{self.ratio:g}", self.rate, *seconds, f"{self.gain:.2f} ×", *alone, *shares]
 
 
-COLUMNS = ("cuboid", "comm : compute", "rate", "off", "on", "gain", "compute", "comm", "on / longer", "exposed")
-COLUMNS += ("in trace", "CPU s", "of it TCP")
+COLUMNS = ["cuboid", "comm : compute", "rate", "off", "on", "gain", "compute", "comm", "on / longer"]
+COLUMNS += ["exposed", "in trace", "CPU s", "of it TCP"]
 
 
 def steps(world: World, contestant: Contestant, problem: Problem, count: int) -> list[Times]:
@@ -137,9 +137,11 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> t
                 [times.exposed for times in ons],
             )
         )
-        on_off = (Spread.of([times.step for times in each]) for each in (ons, offs))
+        step_on, step_off = (Spread.of([times.step for times in each]) for each in (ons, offs))
         cpu = Spread.of([times.cpu for times in ons]).median * shape.ranks
-        found.append(Found(str(shape), ratio, rate, *on_off, alone, waits, exposed, last["on"].exposed(), cpu, tcp))
+        found.append(
+            Found(str(shape), ratio, rate, step_on, step_off, alone, waits, exposed, last["on"].exposed(), cpu, tcp)
+        )
     return found, traces
 
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.attention import rotation
-from cuboid.comm import COLLECTIVES, TRANSPOSE, Flight, Kind, Steps, all_gather, all_reduce, collective, token
+from cuboid.comm import COLLECTIVES, TRANSPOSE, Flight, Kind, Pause, Steps, all_gather, all_reduce, collective, token
 from cuboid.config import ModelConfig
 from cuboid.embedding import Lookup, lookup
 from cuboid.head import chunk_rows
@@ -127,7 +127,7 @@ class OneD(Bucketed):
     def into(self, X: Tensor, W: Weights, linears: Sequence[Linear], heads: Sequence[int] = ()) -> Steps:
         call = _Into(self._before, self.mesh.y)
         launched = _Launch.apply(X, call)
-        yield
+        yield Pause()
         Ys = _Multiply.apply(launched, call, *(W[linear.weight] for linear in linears))
         Ys = [Y if bias is None else Y + W[bias] for Y, (_, bias) in zip(Ys, linears, strict=True)]
         return [Y.unflatten(-1, (-1, self.config.head_dim)) for Y in Ys] if heads else Ys
