@@ -1,6 +1,7 @@
 """The schedule moves work in time and changes no value; traces tell what it did."""
 
 import json
+import os
 import random
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
+from cuboid.measure import Memory
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer
 from cuboid.parallel.cuboid import CuboidParallel, suitable_schedule
@@ -99,6 +101,32 @@ def test_what_suits(batch: int, seq: int, shape: tuple[int, int, int], suits: Sc
     assert suitable_schedule(MODEL.replace(hidden=144), Cuboid(*shape), batch, seq, 4) == suits
 
 
+# Memory
+
+
+def peak(world: World, config: ModelConfig, schedule: Schedule) -> int:
+    mesh = Mesh(Cuboid(2, 2, 1), world.rank)
+    model = Transformer(CuboidParallel(config, mesh, schedule=schedule), recompute="full")
+    place = model.parallel.place(8, 12)
+    memory = Memory(model)
+    with memory:
+        model(*(place.take(whole, 0) for whole in batch()), place).backward()
+    mesh.close()
+    return memory.peak
+
+
+def test_prefetching_costs_a_layer_whatever_the_depth(pool: Pools) -> None:
+    wide = MODEL.replace(hidden=192, head_dim=16, ffn=768, dropout=0.0)
+    layer = 4 * (wide.replace(layers=4).parameters - wide.replace(layers=3).parameters) // 2  # bytes, cut by y alone
+    more = []
+    for layers in (3, 6):
+        config = wide.replace(layers=layers)
+        off, on = (max(pool(4).run(peak, config, schedule)) for schedule in (OFF, PREFETCH))
+        more.append(on - off)
+        assert 0 < on - off <= 2 * layer
+    assert more[0] == more[1]
+
+
 # Traces
 
 
@@ -176,4 +204,6 @@ def late(world: World, shape: Cuboid, steps: int) -> float:
 
 @pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), Cuboid(2, 3, 2)], ids=str)
 def test_late_ranks_do_not_lock_each_other(shape: Cuboid, pool: Pools) -> None:
-    assert len(set(pool(shape.ranks).run(late, shape, 40))) == 1
+    """More of them: CUBOID_LATE_STEPS=1000 pytest tests/test_schedule.py -k late"""
+    steps = int(os.environ.get("CUBOID_LATE_STEPS", "40"))
+    assert len(set(pool(shape.ranks).run(late, shape, steps))) == 1

@@ -47,6 +47,7 @@ def verify(
     recompute: Annotated[
         str, typer.Option(help="none, selective (attention) or full (each block) in backward.")
     ] = "none",
+    prefetch: Annotated[bool, typer.Option(help="Gather the next layer's weights while this one computes.")] = True,
     parts: Annotated[int, typer.Option(help="Parts of a batch in step.", min=1)] = 1,
     chunks: Annotated[int, typer.Option(help="Chunks of a product's tokens.", min=1)] = 1,
     label_smoothing: Annotated[float, typer.Option()] = 0.0,
@@ -71,7 +72,7 @@ def verify(
     )
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     loss = Loss(label_smoothing=label_smoothing, z_loss=z_loss)
-    schedule = Schedule(parts=parts, chunks=chunks)
+    schedule = Schedule(prefetch, parts, chunks)
     case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed, schedule)  # type: ignore[arg-type]
     console = Console(stderr=as_json)
     if steps:
@@ -128,7 +129,7 @@ def training(case: Case, steps: int) -> TrainConfig:
         schedule=replace(default.schedule, steps=steps, warmup=min(steps, default.schedule.warmup)),
         precision=replace(default.precision, dtype="bf16" if case.dtype == "bf16" else "fp32"),
         memory=MemorySection(case.policy.activations, case.policy.weights, case.recompute, case.policy.head_elements),
-        overlap=OverlapSection(parts=case.schedule.parts, chunks=case.schedule.chunks),
+        overlap=OverlapSection(**vars(case.schedule)),
         loss=LossSection(case.loss.label_smoothing, case.loss.z_loss),
     )
 
