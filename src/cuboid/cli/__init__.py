@@ -9,8 +9,10 @@ from rich.text import Text
 
 from cuboid import __version__
 from cuboid.cli.bench import bench
+from cuboid.cli.calibrate import calibrate
 from cuboid.cli.config import config
 from cuboid.cli.data import app as data
+from cuboid.cli.plan import plan
 from cuboid.cli.sample import sample
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
@@ -27,6 +29,8 @@ app.command()(train)
 app.command()(sample)
 app.command()(verify)
 app.command()(bench)
+app.command()(plan)
+app.command()(calibrate)
 app.command()(config)
 app.add_typer(data, name="data")
 

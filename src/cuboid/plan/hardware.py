@@ -78,7 +78,9 @@ def load(name: str) -> Hardware:
         found = json.loads(path.read_text("utf-8"))
         known = {each.name for each in fields(Hardware)}
         if not isinstance(found, dict) or set(found) - known:
-            raise ValueError(f"it has {', '.join(sorted(set(found) - known)) if isinstance(found, dict) else 'no keys'}")
+            raise ValueError(
+                f"it has {', '.join(sorted(set(found) - known)) if isinstance(found, dict) else 'no keys'}"
+            )
         for level in ("inside", "across"):
             found[level] = {kind: Link(**figures) for kind, figures in found[level].items()}
         for pair in ("tile", "attention"):

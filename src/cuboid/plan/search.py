@@ -1,7 +1,7 @@
 """Every cuboid of a cluster with every choice, ranked by the predicted step."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import permutations, product
 from typing import get_args
 
@@ -15,10 +15,9 @@ from cuboid.model import Recompute
 from cuboid.parallel.cuboid import Policy
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.memory import memory
-from cuboid.plan.sizes import Sizes, groups
-from cuboid.plan.step import ITEMSIZE, STORED, Choice, Work, step_totals
-from cuboid.plan.tape import Totals
-from cuboid.plan.time import Array
+from cuboid.plan.sizes import Sizes
+from cuboid.plan.step import ITEMSIZE, STORED, Choice, Work, prices_of, step_totals
+from cuboid.plan.time import Array, Prices
 from cuboid.schedule import Schedule
 
 #: The layouts people know, as corners of the block.
@@ -42,6 +41,7 @@ class Plan:
     exposed: dict[str, float]  # seconds waited for each axis
     in_flight: dict[str, float]  # seconds of each axis' collectives, were they alone
     fits: bool
+    hardware: Hardware
 
     @property
     def peak(self) -> int:
@@ -118,13 +118,6 @@ def choices() -> Iterator[Choice]:
         yield Choice(recompute, Policy(activations, weights), Schedule(halves=halves))  # type: ignore[arg-type]
 
 
-def step_seconds(work: Work, totals: Totals, update: Totals | None) -> Array:
-    """Micro-batches run one after the other; the optimizer once."""
-    if work.micro_batches == 1 or update is None:
-        return totals.seconds
-    return totals.seconds + (work.micro_batches - 1) * update.seconds
-
-
 def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> Ranking:
     """`only` ranks the orders and choices of one shape."""
     config = work.config
@@ -136,75 +129,71 @@ def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> 
         found = [cuboid for shape in shapes(config, devices, work.batch) for cuboid in orders(shape, hw.node)]
     if not found:
         return Ranking(work, hw, devices, [], [], 0)
-    sizes, considered = Sizes(config, found, hw.node, work.batch, work.seq), 0
-    best: dict[tuple[bool, tuple[int, ...]], tuple[float, int, Choice]] = {}
-    for choice in choices():
-        seconds, peak, valid = _evaluate(hw, work, sizes, choice)
-        considered += int(valid.sum())
-        fits = peak <= hw.memory
-        score = np.where(fits, seconds, peak)
-        for i in np.flatnonzero(valid).tolist():
-            cuboid = found[i]
-            key = bool(fits[i]), (cuboid.data, cuboid.x, cuboid.y, cuboid.z)
-            if key not in best or score[i] < best[key][0]:
-                best[key] = float(score[i]), i, choice
-    plans = [_plan(hw, work, found[i], choice) for (fit, _), (_, i, choice) in best.items() if fit]
-    fitting = {shape for fit, shape in best if fit}
-    large = [(s, i, c) for (fit, shape), (s, i, c) in best.items() if not fit and shape not in fitting]
-    too_large = [_plan(hw, work, found[i], choice) for _, i, choice in sorted(large, key=lambda each: each[0])[:20]]
-    plans.sort(key=lambda plan: plan.seconds)
+    sizes = Sizes(config, found, hw.node, work.batch, work.seq)
+    prices = prices_of(hw, work, sizes)
+    predictions = [Predictions(prices, work, sizes, choice) for choice in choices()]
+    plans, too_large = _best_of_each_shape(predictions)
+    considered = sum(int(each.valid.sum()) for each in predictions)
     ranking = Ranking(work, hw, devices, plans, too_large, considered)
     for name, is_corner in CORNERS.items():
         ranking.corners[name] = next((plan for plan in plans if is_corner(plan.cuboid)), None)
     return ranking
 
 
-def _evaluate(hw: Hardware, work: Work, sizes: Sizes, choice: Choice) -> tuple[Array, Array, Array]:
-    """Seconds and peak bytes of each candidate, and whether the choice makes sense for it."""
-    valid = np.ones(len(sizes.cuboids), dtype=bool)
-    if choice.schedule.halves:
-        valid &= (sizes.b % 2 == 0) & (sizes.y * sizes.z > 1)
-    if choice.policy.weights == "retain":
-        valid &= sizes.x > 1
-    if choice.policy.activations == "retain":
-        valid &= sizes.y * sizes.z > 1
-    if not valid.any():
-        return np.zeros(len(valid)), np.zeros(len(valid)), valid
-    few = Sizes(work.config, sizes.take(valid), hw.node, work.batch, work.seq)
-    totals = step_totals(hw, work, few, choice)
-    without = step_totals(hw, work, few, choice, update=False) if work.micro_batches > 1 else None
-    seconds, peak = np.zeros(len(valid)), np.zeros(len(valid))
-    seconds[valid] = step_seconds(work, totals, without)
-    peak[valid] = memory(hw, work, few, choice, totals.saved).peak
-    return seconds, peak, valid
+class Predictions:
+    """Of one choice, for every candidate."""
+
+    def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool = True) -> None:
+        self.hw, self.sizes, self.choice = prices.hw, sizes, choice
+        self.totals = step_totals(prices, work, sizes, choice, overlap)
+        if work.micro_batches > 1:  # one after the other; the optimizer runs once
+            more = step_totals(prices, work, sizes, choice, overlap, update=False)
+            self.totals = self.totals.plus(more, work.micro_batches - 1)
+        self.memory = memory(prices.hw, work, sizes, choice, self.totals.saved)
+        self.valid = self._valid()
+
+    def _valid(self) -> Array:
+        """Whether the choice makes a difference to a candidate."""
+        s, policy = self.sizes, self.choice.policy
+        valid = np.ones(len(s.cuboids), dtype=bool)
+        if self.choice.schedule.halves:
+            valid &= (s.b % 2 == 0) & (s.y * s.z > 1)
+        if policy.activations == "retain":
+            valid &= s.y * s.z > 1
+        if policy.weights == "retain":
+            valid &= s.x > 1
+        return valid
+
+    def plan(self, i: int) -> Plan:
+        t = self.totals
+        by_kind = {each.name: int(getattr(self.memory, each.name)[i]) for each in fields(self.memory)}
+        compute, exposed, in_flight = (
+            {name: float(value[i]) for name, value in of.items()} for of in (t.compute, t.exposed, t.in_flight)
+        )
+        fits = sum(by_kind.values()) <= self.hw.memory
+        times = compute, exposed, in_flight
+        return Plan(self.sizes.cuboids[i], self.choice, float(t.seconds[i]), by_kind, *times, fits, self.hw)
 
 
-def _plan(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice) -> Plan:
-    return predict(hw, work, cuboid, choice)
+def _best_of_each_shape(predictions: Sequence[Predictions]) -> tuple[list[Plan], list[Plan]]:
+    """The fastest order and choice of every shape that fits, fastest first; the smallest of those that do not."""
+    cuboids = predictions[0].sizes.cuboids
+    numbers: dict[tuple[int, ...], int] = {}
+    shape = np.array([numbers.setdefault((k.data, k.x, k.y, k.z), len(numbers)) for k in cuboids])
+    seconds = np.stack([np.where(each.valid, each.totals.seconds, np.inf) for each in predictions])
+    peak = np.stack([np.where(each.valid, each.memory.peak, np.inf) for each in predictions])
+    seconds = np.where(peak <= predictions[0].hw.memory, seconds, np.inf)
+    fitting, too_large = [], []
+    for number in range(len(numbers)):
+        (of,) = np.nonzero(shape == number)
+        fits = bool(np.isfinite(seconds[:, of]).any())
+        score = (seconds if fits else peak)[:, of]
+        choice, i = np.unravel_index(score.argmin(), score.shape)
+        (fitting if fits else too_large).append(predictions[choice].plan(int(of[i])))
+    return sorted(fitting, key=lambda plan: plan.seconds), sorted(too_large, key=lambda plan: plan.peak)
 
 
 def predict(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice, overlap: bool = True) -> Plan:
+    work.config.check(cuboid, work.batch, work.seq)
     sizes = Sizes(work.config, [cuboid], hw.node, work.batch, work.seq)
-    totals = step_totals(hw, work, sizes, choice, overlap)
-    without = None
-    if work.micro_batches > 1:
-        without = step_totals(hw, work, sizes, choice, overlap, update=False)
-    held = memory(hw, work, sizes, choice, totals.saved)
-
-    def once(name: str) -> dict[str, float]:
-        first, more = getattr(totals, name), getattr(without, name, {})
-        return {key: float(v[0] + (work.micro_batches - 1) * more[key][0] * (key in more)) if key in more else float(v[0])
-                for key, v in first.items()}
-
-    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
-    by_kind = {kind: int(getattr(held, kind)[0]) for kind in kinds}
-    return Plan(
-        cuboid,
-        choice,
-        float(step_seconds(work, totals, without)[0]),
-        by_kind,
-        once("compute"),
-        once("exposed"),
-        once("in_flight"),
-        fits=sum(by_kind.values()) <= hw.memory,
-    )
+    return Predictions(prices_of(hw, work, sizes), work, sizes, choice, overlap).plan(0)

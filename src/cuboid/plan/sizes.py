@@ -50,6 +50,7 @@ class Sizes:
         self.heads = c.heads // (self.y * self.z)
         self.picked = np.array([_picked(c, each) for each in cuboids], dtype=np.int64)
         self.groups = groups(cuboids, self.context, node)
+        self._chunks: dict[int, Array] = {}
 
     @property
     def m(self) -> Array:
@@ -82,6 +83,8 @@ class Sizes:
 
     def chunk(self, limit: int) -> Array:
         """Rows of the sequence that the head takes at a time."""
+        if limit in self._chunks:
+            return self._chunks[limit]
         rows = self.b * ceil_div(self.c.vocab, self.y)
         known: dict[tuple[int, int, int], int] = {}
         found = np.empty_like(self.s)
@@ -89,6 +92,7 @@ class Sizes:
             if key not in known:
                 known[key] = chunk_rows(*key, limit)
             found[i] = known[key]
+        self._chunks[limit] = found
         return found
 
     @property
@@ -96,9 +100,6 @@ class Sizes:
         """Elements of this rank's shards."""
         weights = [*self.tables(), *self.norm_weights(1)] + ([] if self.c.tied else [self.head_weight()])
         return sum(w.shard for w in weights) + self.c.layers * sum(w.shard for w in self.block_weights())
-
-    def take(self, chosen: Array) -> list[Cuboid]:
-        return [self.cuboids[i] for i in np.flatnonzero(chosen)]
 
 
 def groups(cuboids: Sequence[Cuboid], context: Array, node: int) -> dict[str, Group]:

@@ -14,13 +14,12 @@ import numpy as np
 
 from cuboid.comm import Steps, run
 from cuboid.config import ModelConfig
-from cuboid.mesh import Cuboid
 from cuboid.model import Recompute
 from cuboid.parallel.cuboid import Policy
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.sizes import Sizes, Weight
 from cuboid.plan.tape import Flight, Tape, Totals
-from cuboid.plan.time import Array, product_seconds
+from cuboid.plan.time import Array, Prices
 from cuboid.schedule import PREFETCH, Schedule, in_step
 from cuboid.weights import MOST_IN_FLIGHT
 
@@ -64,30 +63,30 @@ class Work:
 
 
 def step_totals(
-    hw: Hardware, work: Work, sizes: Sizes, choice: Choice = Choice(), overlap: bool = True, update: bool = True
+    prices: Prices, work: Work, sizes: Sizes, choice: Choice = Choice(), overlap: bool = True, update: bool = True
 ) -> Totals:
     """Of a forward and backward of every candidate, and of the optimizer's update unless told not to."""
     layers = work.config.layers
     if layers <= STEADY:
-        return _Step(hw, work, sizes, choice, layers, overlap, update).tape.totals()
-    shallow, deep = (_Step(hw, work, sizes, choice, n, overlap, update).tape.totals() for n in (STEADY - 1, STEADY))
-    return deep.deeper(shallow, layers - STEADY)
+        return _Step(prices, work, sizes, choice, layers, overlap, update).tape.totals()
+    shallow, deep = (_Step(prices, work, sizes, choice, n, overlap, update).tape.totals() for n in (STEADY - 1, STEADY))
+    return deep.plus(deep, layers - STEADY, without=shallow)  # each further layer adds what the last one added
 
 
-def of(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice = Choice(), overlap: bool = True) -> Totals:
-    """Of one cuboid."""
-    work.config.check(cuboid, work.batch, work.seq)
-    return step_totals(hw, work, Sizes(work.config, [cuboid], hw.node, work.batch, work.seq), choice, overlap)
+def prices_of(hw: Hardware, work: Work, sizes: Sizes) -> Prices:
+    if work.precision not in hw.rate:
+        raise ValueError(f"hardware {hw.name!r} has no figures for {work.precision}; it has {', '.join(hw.rate)}")
+    return Prices(hw, work.precision, ITEMSIZE[work.precision], sizes.groups)
 
 
 class _Step:
     def __init__(
-        self, hw: Hardware, work: Work, sizes: Sizes, choice: Choice, layers: int, overlap: bool, update: bool
+        self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, layers: int, overlap: bool, update: bool
     ) -> None:
-        self.hw, self.c, self.sizes, self.precision = hw, work.config, sizes, work.precision
+        self.hw, self.c, self.sizes, self.precision = prices.hw, work.config, sizes, work.precision
         self.e = ITEMSIZE[work.precision]
         self.wide, self.choice, self.layers = max(self.e, 4), choice, layers
-        self.tape = Tape(hw, sizes.groups, self.e, overlap)
+        self.tape = Tape(prices, overlap)
         self.retain = choice.policy.activations == "retain"
         self.kept = choice.policy.weights == "retain"
         self.parts = 2 if choice.schedule.halves else 1
@@ -219,8 +218,7 @@ class _Step:
     def multiply(self, rows: Array, ns: Sequence[Array], k: Array, blocks: Array | int = 1) -> None:
         """One product for each n, in so many pieces."""
         for n in ns:
-            seconds = product_seconds(self.hw, self.precision, rows, n / blocks, k, self.e)
-            self.tape.compute("products", blocks * seconds)
+            self.tape.compute("products", blocks * self.tape.prices.product(rows, n / blocks, k))
             self.tape.flops = self.tape.flops + 2 * rows * n * k
 
     def product(self, k: Array, outs: Sequence["Out"], k_axis: str, n_axis: str, k_blocks: Array | int = 1) -> Steps:
@@ -416,7 +414,7 @@ class _Step:
         chunks, rows = s.s // chunk, chunk * self.b
         X = t.launch("y", "all_gather", self.m * s.d)
         t.wait(X)
-        seconds = product_seconds(self.hw, self.precision, rows, s.vocab, s.d, self.e)
+        seconds = t.prices.product(rows, s.vocab, s.d)
         t.compute("head", chunks * seconds)
         t.wait(t.launch("z", "reduce_scatter", rows * s.vocab, times=chunks))
         t.stream("head", LOSS * self.m // s.z * s.vocab * self.wide, 12)

@@ -12,20 +12,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cuboid.plan.hardware import Hardware
-from cuboid.plan.time import Array, Group, collective_seconds
+from cuboid.plan.time import Array, Prices
 
 
 @dataclass
 class Flight:
     axis: str
     lands: Array
-    sum_seconds: Array  # what a direct reduce-scatter still adds up once it has landed
+    summing: Array | None  # seconds, once it has landed
 
 
 @dataclass
 class Totals:
-    """What a tape has added up. All grow by as much with each further layer, so two depths give any depth."""
+    """What a tape has added up."""
 
     seconds: Array
     flops: Array
@@ -36,27 +35,31 @@ class Totals:
     calls: dict[tuple[str, str], Array] = field(default_factory=dict)
     sent: dict[tuple[str, str], Array] = field(default_factory=dict)  # bytes
 
-    def deeper(self, shallower: "Totals", layers: int) -> "Totals":
-        """With so many layers more, each adding what the last one of this tape added to the shallower one's."""
+    def plus(self, other: "Totals", times: int, without: "Totals | None" = None) -> "Totals":
+        """With another's totals added so many times, less those of a third."""
 
-        def line(here: Array, before: Array) -> Array:
-            return here + layers * (here - before)
+        def line(here: Array, more: Array, less: Array | float) -> Array:
+            return here + times * (more - less)
 
-        def lines(here: dict, before: dict) -> dict:
-            return {name: line(value, before[name]) for name, value in here.items()}
+        def lines(name: str) -> dict:
+            here, more = getattr(self, name), getattr(other, name)
+            less = {} if without is None else getattr(without, name)
+            return {key: line(value, more.get(key, 0), less.get(key, 0)) for key, value in here.items()}
 
+        zero = Totals(0.0, 0, 0) if without is None else without  # type: ignore[arg-type]
         names = ("compute", "exposed", "in_flight", "calls", "sent")
         return Totals(
-            line(self.seconds, shallower.seconds),
-            line(self.flops, shallower.flops),
-            line(self.saved, shallower.saved),
-            *(lines(getattr(self, name), getattr(shallower, name)) for name in names),
+            line(self.seconds, other.seconds, zero.seconds),
+            line(self.flops, other.flops, zero.flops),
+            self.saved if without is None else line(self.saved, other.saved, zero.saved),
+            *(lines(name) for name in names),
         )
 
 
 class Tape:
-    def __init__(self, hw: Hardware, groups: dict[str, Group], itemsize: int, overlap: bool = True) -> None:
-        self.hw, self.groups, self.itemsize, self.overlap = hw, groups, itemsize, overlap
+    def __init__(self, prices: Prices, overlap: bool = True) -> None:
+        self.prices, self.hw, self.overlap = prices, prices.hw, overlap
+        groups = prices.groups
         count = len(groups["x"].size)
         self.now = np.zeros(count)
         self._free = [np.zeros(count), np.zeros(count)]  # when the wire inside nodes and the one across are
@@ -84,33 +87,29 @@ class Tape:
 
     def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Flight:
         """Of `whole` elements, `times` after one another. A group of its own is named axis/what."""
-        itemsize = itemsize or self.itemsize
-        group, name = self.groups[axis], axis.split("/")[0]
-        direct = kind == "reduce_scatter" and (self.hw.direct or itemsize < 4)
-        size = whole * itemsize
-        used = (group.size > 1) & (whole > 0)
-        seconds = times * collective_seconds(self.hw, kind, group, size, direct)
-        sent = (2 if kind == "all_reduce" else 1) * size * (group.size - 1) // group.size
-        self._calls[name, kind] = self._calls[name, kind] + times * used
-        self._sent[name, kind] = self._sent[name, kind] + times * sent * used
+        fare, name = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize), axis.split("/")[0]
+        seconds = times * fare.seconds
+        self._calls[name, kind] = self._calls[name, kind] + times * fare.used
+        self._sent[name, kind] = self._sent[name, kind] + times * fare.sent
         self._in_flight[axis] = self._in_flight[axis] + seconds
-        wide = self._wide[axis]
         if self.hw.one_wire:
             lands = np.maximum(self.now, self._free[0]) + seconds
-            self._free[0] = np.where(used, lands, self._free[0])
+            self._free[0] = np.where(fare.used, lands, self._free[0])
         else:
+            wide = self._wide[axis]
             lands = np.maximum(self.now, np.where(wide, self._free[1], self._free[0])) + seconds
-            self._free[0] = np.where(used & ~wide, lands, self._free[0])
-            self._free[1] = np.where(used & wide, lands, self._free[1])
-        added = 3 * (group.size - 1) / group.size * whole * max(itemsize, 4) / self.hw.stream if direct else 0.0
-        flight = Flight(axis, np.where(used, lands, self.now), used * times * added)
+            self._free[0] = np.where(fare.used & ~wide, lands, self._free[0])
+            self._free[1] = np.where(fare.used & wide, lands, self._free[1])
+        summing = None if fare.summing is None else times * fare.summing
+        flight = Flight(axis, np.where(fare.used, lands, self.now), summing)
         if not self.overlap:
             self._land(flight)
         return flight
 
     def wait(self, flight: Flight) -> None:
         self._land(flight)
-        self.compute("sums of reduce-scatters", flight.sum_seconds)
+        if flight.summing is not None:
+            self.compute("sums of reduce-scatters", flight.summing)
 
     def _land(self, flight: Flight) -> None:
         late = np.maximum(flight.lands - self.now, 0.0)

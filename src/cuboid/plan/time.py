@@ -10,7 +10,8 @@ All groups of an axis talk at once, so a node's cards are shared by all groups w
 a node once for all its members there; an all-to-all sends for each.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,3 +61,46 @@ def collective_seconds(hw: Hardware, kind: str, group: Group, whole: Array, dire
         shared = np.minimum(near.bandwidth, far.bandwidth * inside / hw.node) if hw.node > 1 else far.bandwidth
         moving = sent / np.where(crosses, shared, near.bandwidth)
     return np.where((p > 1) & (whole > 0), latency + moving, 0.0)
+
+
+class Fare(NamedTuple):
+    """Of a collective: seconds, bytes a rank sends, whether any are sent at all, and the seconds that a direct
+    reduce-scatter still adds up once everything has arrived."""
+
+    seconds: Array
+    sent: Array
+    used: Array
+    summing: Array | None
+
+
+class Prices:
+    """Seconds on one machine for one list of candidates. A step asks for the same few again and again, in every layer and
+    under every choice, so each is worked out once."""
+
+    def __init__(self, hw: Hardware, precision: str, itemsize: int, groups: dict[str, Group]) -> None:
+        self.hw, self.precision, self.itemsize, self.groups = hw, precision, itemsize, groups
+        self._known: dict[Hashable, Any] = {}
+
+    def product(self, m: Array, n: Array, k: Array) -> Array:
+        def price() -> Array:
+            return product_seconds(self.hw, self.precision, m, n, k, self.itemsize)
+
+        return self._once(price, m.tobytes(), n.tobytes(), k.tobytes())
+
+    def collective(self, axis: str, kind: str, whole: Array, itemsize: int) -> Fare:
+        """Of `whole` elements. Reduce-scatters are direct wherever comm.py makes them of an all-to-all."""
+
+        def price() -> Fare:
+            group, size = self.groups[axis], whole * itemsize
+            direct = kind == "reduce_scatter" and (self.hw.direct or itemsize < 4)
+            used = (group.size > 1) & (whole > 0)
+            sent = (2 if kind == "all_reduce" else 1) * size * (group.size - 1) // group.size * used
+            summing = 3 * (group.size - 1) / group.size * whole * max(itemsize, 4) / self.hw.stream if direct else None
+            return Fare(collective_seconds(self.hw, kind, group, size, direct), sent, used, summing)
+
+        return self._once(price, axis, kind, itemsize, whole.tobytes())
+
+    def _once(self, price: Callable[[], Any], *key: Hashable) -> Any:
+        if key not in self._known:
+            self._known[key] = price()
+        return self._known[key]
