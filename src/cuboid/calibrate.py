@@ -1,11 +1,10 @@
-"""Measure the machine at hand for the planner: products, copies, attention, collectives, their interference, real layers.
+"""Measure the machine at hand for the planner: products, copies, attention, collectives, real layers.
 
-All ranks do everything at once, as in training: cores, caches and network cards are shared then too. Times are the slowest
-rank's, the median of a few; each fit reports how far it is from what was measured.
+All ranks do everything at once, as in training: cores, caches and network cards are shared then too. Times are the
+slowest rank's, the median of a few; each fit reports how far it is from what was measured.
 """
 
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,11 +36,14 @@ MESSAGES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the whole tensor of 
 REPEATS = 3
 
 
+MODEL = ModelConfig("gpt2", layers=1, hidden=512, heads=8, vocab=512, context=128)
+
+
 @dataclass(frozen=True)
 class Settings:
     """Products are of the model's shapes, for so many tokens a rank."""
 
-    model: ModelConfig = ModelConfig("gpt2", layers=1, hidden=512, heads=8, vocab=512, context=128)
+    model: ModelConfig = MODEL
     tokens: int = 512
     precision: str = "fp32"
 
@@ -313,9 +315,7 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
         slowdown=slowdown,
         direct=direct,
         one_wire=direct,
-        source={
-            "all": f"cuboid calibrate, {world.size} ranks, {platform.node()}, {settings.precision}; peak is the rate"
-        },
+        source={"all": f"cuboid calibrate, {world.size} ranks, {settings.precision}; the peak is the rate reached"},
     )
     hardware, errors["one real layer"] = fit_layers(hardware, layers)
     return Calibration(hardware, errors, time.perf_counter() - began)

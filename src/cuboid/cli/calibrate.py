@@ -1,6 +1,7 @@
 """`cuboid calibrate`: what this machine or cluster can do, for `cuboid plan`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -23,8 +24,8 @@ def calibrate(
     precision: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "fp32",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Measure products, copies, attention, every collective on every size of axis with all groups at once, compute beside
-    communication, and a real layer; write a hardware file for cuboid plan --hardware.
+    """Measure products, copies, attention, every collective on every size of axis with all groups at once, compute
+    beside communication, and a real layer; write a hardware file for cuboid plan --hardware.
 
     On a cluster: torchrun --nproc-per-node 8 … -m cuboid calibrate --ranks 64
     """
@@ -38,11 +39,7 @@ def calibrate(
         return
     found.hardware.save(out)
     if as_json:
-        print(
-            json.dumps(
-                {"hardware": found.hardware.export(), "errors": found.errors, "seconds": found.seconds}, indent=1
-            )
-        )
+        print(json.dumps(asdict(found), indent=1))
     else:
         show(found, Console(), out)
 
@@ -57,9 +54,10 @@ def show(found: Calibration, console: Console, out: Path) -> None:
                 table.add_row(kind, where, *times, f"{found.errors[f'{kind} {where}']:.0%}")
     (precision, rate), (forward, backward) = next(iter(hw.rate.items())), hw.attention
     console.print(
-        f"Products {quantity(rate)}FLOP/s in {precision} (fit error {found.errors['products']:.0%}), attention {forward:.0%} and "
-        f"{backward:.0%} of it, elementwise {quantity(hw.stream)}B/s, an operation {hw.launch * 1e6:.3g} µs; compute loses "
-        f"{hw.slowdown:.0%} while something is in flight; real layers to {found.errors['one real layer']:.0%}.",
+        f"Products {quantity(rate)}FLOP/s in {precision} (fit error {found.errors['products']:.0%}), attention "
+        f"{forward:.0%} and {backward:.0%} of it, elementwise {quantity(hw.stream)}B/s, an operation "
+        f"{hw.launch * 1e6:.3g} µs; compute loses {hw.slowdown:.0%} while something is in flight; real layers to "
+        f"{found.errors['one real layer']:.0%}.",
         highlight=False,
     )
     console.print(table)

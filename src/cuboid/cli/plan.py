@@ -28,7 +28,7 @@ from cuboid.train.progress import quantity
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="A preset (cuboid config --presets), a config.json of Hugging Face, or left out: sizes."),
+        typer.Argument(help="A preset (cuboid config --presets) or a config.json of Hugging Face. Left out: sizes."),
     ] = "",
     devices: Annotated[int, typer.Option(help="How many.", min=1)] = 8,
     hardware: Annotated[
@@ -56,8 +56,8 @@ def plan(
         typer.Option(help="Predict a result of cuboid bench layouts instead, with --hardware; again for more files."),
     ] = None,
 ) -> None:
-    """Rank every cuboid of a cluster for a model by its predicted step, with every order of the axes over nodes, what is
-    kept and what is made again, and half-batches in step or not.
+    """Rank every cuboid of a cluster for a model by its predicted step, with every order of the axes over nodes, what
+    is kept and what is made again, and half-batches in step or not.
 
     Predictions come from docs/planner.md's equations and the hardware's figures. cuboid calibrate measures a machine.
     """
@@ -169,9 +169,7 @@ def _table(ranking: Ranking, plans: Sequence[Plan], title: str, named: dict[str,
         cells += [str(plan.cuboid), inner(plan.cuboid), described(plan.choice), f"{plan.seconds:.4g} s"]
         cells += [quantity(ranking.tokens_per_second(plan)), f"{ranking.mfu(plan):.1%}", waits or "–"]
         table.add_row(*cells, f"{plan.peak / 1e9:.3g} GB", held)
-    table.caption = (
-        "memory of a device: parameters + gradients + optimizer + activations + buffers; kept: gathered X, W"
-    )
+    table.caption = "of which: parameters + gradients + optimizer + activations + buffers; kept: gathered X, W"
     table.caption_justify = "left"
     return table
 

@@ -1,4 +1,4 @@
-"""Results of `cuboid bench layouts`, predicted: how far off is each step, and would the plan's choice have been right?"""
+"""Results of `cuboid bench layouts`, predicted: how far off is each step, and was the plan's choice right?"""
 
 import json
 from collections.abc import Sequence
@@ -126,8 +126,8 @@ def _step(hw: Hardware, row: dict[str, Any]) -> Step:
 
 
 def shaped(hw: Hardware, bits: float, node: int) -> Hardware:
-    """The same ranks on hosts of `node` each whose links have so many bits a second: a byte takes its time on the wire and
-    in the processor, which is the processor's alone, and slows compute, for its share of that."""
+    """The same ranks on hosts of `node` each, whose links have so many bits a second. A byte takes its time on the wire
+    and in the processor; compute is slowed only for the processor's share of that."""
     wire, share = bits / 8, 0.0
     across = {}
     for kind, link in hw.inside.items():
@@ -153,8 +153,9 @@ def show(checks: Sequence[Sequence[Check]], console: Console, as_json: bool) -> 
             table.add_row(step.cuboid, *cells, f"{each.error(step):+.0%}")
         console.print(table)
         console.print(
-            f"Mean error {each.mean_error:.0%} (at most {MOST_ERROR:.0%}); the plan takes {each.choice.cuboid}, {each.regret:.0%} "
-            f"slower than the fastest, {each.fastest.cuboid} (at most {max(MOST_REGRET, each.spread):.0%}): "
+            f"Mean error {each.mean_error:.0%} (at most {MOST_ERROR:.0%}); the plan takes {each.choice.cuboid}, "
+            f"{each.regret:.0%} slower than the fastest, {each.fastest.cuboid} "
+            f"(at most {max(MOST_REGRET, each.spread):.0%}): "
             f"{'as it should be' if each.ok else 'MISSES'}.",
             highlight=False,
         )

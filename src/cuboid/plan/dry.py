@@ -1,8 +1,8 @@
 """The real model code of one rank, without the others and without data: what it calls, sends, computes and holds.
 
 Collectives go to a backend that does nothing and tensors have shapes alone, so a rank of thousands runs on any machine.
-It runs in a process of its own, which may belong to no other world. The backend does not hold on to what it is to send, so
-the peak is compared with a plan for such a one.
+It runs in a process of its own, which may belong to no other world. The backend does not hold on to what it is to
+send, so the peak is compared with a plan for such a one.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from cuboid.parallel.cuboid import CuboidParallel
 from cuboid.plan.memory import memory
 from cuboid.plan.search import Plan
 from cuboid.plan.sizes import Sizes
-from cuboid.plan.step import STORED, Choice, Work
+from cuboid.plan.step import Choice, Work
 
 COMPUTE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOST_RANKS = 4096  # of whom the groups take seconds to make
@@ -116,4 +116,7 @@ def compare(counted: Counted, plan: Plan, work: Work) -> list[Comparison]:
     return found
 
 
-assert torch.float32.itemsize == STORED  # what a Transformer's parameters are unless told otherwise
+def peak_without_sending(plan: Plan, work: Work) -> int:
+    sizes = Sizes(work.config, [plan.cuboid], plan.hardware.node, work.batch, work.seq)
+    saved = np.array([plan.cost(work).saved])
+    return int(memory(plan.hardware, work, sizes, plan.choice, saved, holds=False).peak[0])

@@ -14,8 +14,8 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Link:
-    """A collective takes base + hop · rounds + bytes sent ÷ bandwidth. Inside a node the bandwidth is a device's; across
-    nodes it is a node's, all its network cards together, one way."""
+    """A collective takes base + hop · rounds + bytes sent ÷ bandwidth. Inside a node the bandwidth is a device's;
+    across nodes it is a node's, all its network cards together, one way."""
 
     base: float  # seconds a call
     hop: float  # seconds a round
@@ -136,7 +136,7 @@ PRESETS: dict[str, Hardware] = {
             "stream": "assumed: 85% of 2,039 GB/s, as BabelStream reaches",
             "inside": "nccl-tests on 8 × A100 with NVSwitch: 230 to 250 GB/s bus bandwidth; " + _NCCL,
             "across": "eight HDR cards a node, 8 × 25 GB/s, 92% of it",
-            "attention": "assumed from FlashAttention-2's published 180 to 200 (forward) and 150 to 170 TFLOP/s, causal",
+            "attention": "assumed from FlashAttention-2's 180 to 200 (forward) and 150 to 170 TFLOP/s, causal",
             "slowdown": _SLOW,
         },
     ),
@@ -176,8 +176,6 @@ PRESETS: dict[str, Hardware] = {
         launch=20e-6,
         slowdown=1.0,
         one_wire=True,
-        source={
-            "all": "orders of magnitude of eight ranks on two cores, gloo over loopback: cuboid calibrate measures yours"
-        },
+        source={"all": "orders of magnitude of eight ranks on two cores, gloo over loopback; calibrate yours"},
     ),
 }

@@ -1,8 +1,8 @@
 """What a rank holds at the fullest moments of a step, by kind.
 
-At rest: parameters, AdamW's two moments, gradients once they are summed, activations that forward has saved. For a moment:
-weights gathered, gradients on their way, operands gathered, the head's chunk. None of it grows with depth, and what does
-(saved activations fall, gradients rise) does so evenly, so the fullest moment is one of a few:
+At rest: parameters, AdamW's two moments, gradients once they are summed, activations that forward has saved. For a
+moment: weights gathered, gradients on their way, operands gathered, the head's chunk. None of it grows with depth, and
+what does (saved activations fall, gradients rise) does so evenly, so the fullest moment is one of a few:
 
     head     everything is saved; the logits' chunk and the table's gradient are alive
     inside   of the last few layers' backward, or the first's: the MLP's operands and their gradients
@@ -40,8 +40,8 @@ class Memory:
 def memory(
     hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array, holds: bool = True, moments: bool = True
 ) -> Memory:
-    """`saved` is what a forward leaves for backward, all layers' and the head's. `holds`: the backend keeps what it sends
-    until that is awaited, as gloo and NCCL do."""
+    """`saved` is what a forward leaves for backward, all layers' and the head's. `holds`: the backend keeps what it
+    sends until that is awaited, as gloo and NCCL do."""
     held = _Held(hw, work, sizes, choice, saved, holds)
     parameters = sizes.parameters * STORED
     found = held.moments()
@@ -117,7 +117,9 @@ class _Held:
         one = s.f * s.d * e
         spread, narrow = m * s.f * e, m * s.d * e
         regathered = (s.z > 1) * (self.choice.policy.activations != "retain")
-        down = narrow * (s.y > 1) + spread * (1 + regathered + (s.z > 1) * self.way) - spread * (s.z > 1) * (self.way > 1)
+        down = (
+            narrow * (s.y > 1) + spread * (1 + regathered + (s.z > 1) * self.way) - spread * (s.z > 1) * (self.way > 1)
+        )
         nonlinear = spread // s.z * (7 if c.gated else 2) + one
         again = (s.y > 1) * (self.choice.policy.activations != "retain")
         up = ups * spread * (s.z > 1) + ups * spread // s.z + narrow * (1 + again + (s.y > 1)) + (1 + ups) * one

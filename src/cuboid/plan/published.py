@@ -1,8 +1,8 @@
 """Others' measurements, predicted from the presets and nothing else: no figure here was fitted.
 
-Megatron-LM's tensor parallelism is played on the same clock with the same prices as our own step, with its own schedule:
-nothing hidden, attention in separate kernels that write the scores, fused elementwise kernels, gradients all-reduced over
-data at the end in fp16.
+Megatron-LM's tensor parallelism is played on the same clock with the same prices as our own step, with its own
+schedule: nothing hidden, attention in separate kernels that write the scores, fused elementwise kernels, gradients
+all-reduced over data at the end in fp16.
 """
 
 from dataclasses import dataclass
@@ -137,7 +137,7 @@ class _Megatron:
 
 
 def two_d_seconds(hw: Hardware, config: ModelConfig, side: int, batch: int, seq: int, precision: str) -> float:
-    """SUMMA on side × side devices, nothing hidden: products in `side` rounds, each after a broadcast of both blocks."""
+    """SUMMA on side × side devices, nothing hidden: `side` rounds, each a product after a broadcast of both blocks."""
     cuboid = Cuboid(1, side, side)
     cost: Cost = two_d_cost(config, cuboid, cuboid.coordinates(0), batch, seq)
     found = groups([cuboid], np.ones(1, dtype=np.int64), hw.node)

@@ -103,8 +103,8 @@ class Sizes:
 
 
 def groups(cuboids: Sequence[Cuboid], context: Array, node: int) -> dict[str, Group]:
-    """Of each axis, of the neighbours on x that share a sequence, and of all ranks. Members of a group are a stride apart:
-    the product of the axes that run faster over ranks."""
+    """Of each axis, of the neighbours on x that share a sequence, and of all ranks. Members of a group are a stride
+    apart: the product of the axes that run faster over ranks."""
     sizes = {axis: np.array([getattr(each, axis) for each in cuboids], dtype=np.int64) for axis in AXES}
     strides = {axis: np.empty(len(cuboids), dtype=np.int64) for axis in AXES}
     for i, each in enumerate(cuboids):

@@ -51,7 +51,7 @@ def model(name: str) -> ModelConfig:
 
 
 def from_hugging_face(found: Any, where: str) -> ModelConfig:
-    """Sizes alone: what they add to a layer beyond ours (biases of qkv, norms of q and k) is too small to matter here."""
+    """Sizes alone: what they add to a layer beyond ours (biases of qkv, norms of q and k) is too small to matter."""
     kind = found.get("model_type") if isinstance(found, dict) else None
     if kind not in NAMES:
         raise ValueError(f"{where} has model_type={kind!r}; plans know {', '.join(NAMES)}")

@@ -1,9 +1,9 @@
 """A training step as one rank plays it: the model's own order of products, launches and waits, on a `Tape`.
 
-The same shape as nn.py and product.py: a block is a generator that yields between launching a collective and needing it,
-two half-batches are stepped in turn by the model's own `in_step`, and backward is the forward's schedule in reverse. Bytes,
-calls, FLOPs and saved activations add up to cost/cuboid.py's; the tests hold them to it. Elementwise operations are counted as
-PyTorch runs them one by one: reads plus writes.
+The same shape as nn.py and product.py: a block is a generator that yields between launching a collective and needing
+it, two half-batches are stepped in turn by the model's own `in_step`, backward is the forward's schedule in reverse.
+Bytes, calls, FLOPs and saved activations add up to cost/cuboid.py's; the tests hold them to it. Elementwise operations
+are counted as PyTorch runs them one by one: reads plus writes.
 """
 
 from collections import deque
@@ -63,7 +63,7 @@ class Work:
 
 
 def step_totals(
-    prices: Prices, work: Work, sizes: Sizes, choice: Choice = Choice(), overlap: bool = True, update: bool = True
+    prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool = True, update: bool = True
 ) -> Totals:
     """Of a forward and backward of every candidate, and of the optimizer's update unless told not to."""
     layers = work.config.layers

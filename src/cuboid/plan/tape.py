@@ -1,8 +1,8 @@
 """A schedule played on a clock: compute, launches and waits of one rank, for all candidates at once.
 
 Compute goes on while collectives are in flight, at 1 − slowdown of its speed. A wire carries one collective after the
-other: one wire joins the devices of a node, one its nodes. With c the seconds of an operation and u those until the last
-collective under way has landed, the operation takes
+other: one wire joins the devices of a node, one its nodes. With c the seconds of an operation and u those until the
+last collective under way has landed, the operation takes
 
     min( c / (1 − slowdown),  c + slowdown · u )
 """

@@ -1,13 +1,14 @@
-"""Seconds of a product, of attention, of memory traffic and of a collective. Sizes are arrays over candidates, or numbers.
+"""Seconds of a product, of memory traffic and of a collective. Sizes are arrays over candidates.
 
-    product      2 m n (k + depth) ÷ rate, m and n rounded up to whole tiles and their count to whole rounds of all units;
-                 at least its traffic ÷ stream
-    traffic      bytes ÷ stream
-    ring         base + hop · rounds + sent ÷ min(bandwidth inside, the node's · members of the group on it ÷ devices on it)
-    direct       base + hop · rounds + the longer of what leaves the node ÷ a device's part of its cards and what stays ÷ inside
+    product   2 m n (k + depth) ÷ rate, m and n rounded up to whole tiles and their count to whole rounds of all units;
+              at least its traffic ÷ stream
+    traffic   bytes ÷ stream
+    ring      base + hop · rounds + sent ÷ min(bandwidth inside, the node's cards · members on the node ÷ devices on it)
+    direct    base + hop · rounds + the longer of what leaves the node ÷ a device's part of its cards, and what stays
+              ÷ bandwidth inside
 
-All groups of an axis talk at once, so a node's cards are shared by all groups with members on it. A ring enters and leaves
-a node once for all its members there; an all-to-all sends for each.
+All groups of an axis talk at once, so a node's cards are shared by all groups with members on it. A ring enters and
+leaves a node once for all its members there; an all-to-all sends for each.
 """
 
 from collections.abc import Callable, Hashable
@@ -74,8 +75,8 @@ class Fare(NamedTuple):
 
 
 class Prices:
-    """Seconds on one machine for one list of candidates. A step asks for the same few again and again, in every layer and
-    under every choice, so each is worked out once."""
+    """Seconds on one machine for one list of candidates. A step asks for the same few again and again, in every layer
+    and under every choice, so each is worked out once."""
 
     def __init__(self, hw: Hardware, precision: str, itemsize: int, groups: dict[str, Group]) -> None:
         self.hw, self.precision, self.itemsize, self.groups = hw, precision, itemsize, groups
