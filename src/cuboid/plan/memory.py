@@ -67,8 +67,8 @@ class _Held:
         self.apart = s.x > 1
         self.whole = sum(w.n * w.k for w in s.block_weights()) * self.e
         self.shard = sum(w.shard for w in s.block_weights()) * STORED
-        direct = hw.direct or self.e < 4
-        self.way = direct + int(holds)  # buffers of a reduce-scatter under way: received, sent
+        self.packed = 2 if hw.direct or self.e < 4 else 1  # buffers of a reduce-scatter: sent, received if it is direct
+        self.way = self.packed - (not holds)  # of one under way
         self.head_saved = self.m // s.y * s.d * self.e + s.head_weight().shard * STORED
         self.layer = (saved - self.head_saved) // max(work.config.layers, 1)
         kept = self.apart & (choice.policy.weights == "retain")
@@ -85,7 +85,7 @@ class _Held:
         table, rows = s.vocab * s.d, s.chunk(self.choice.policy.head_elements) * s.b
         partial, logits = rows * s.vocab * e, rows // s.z * s.vocab * self.wide
         summed = partial + logits * (2 if e < 4 else 1)
-        chunk = np.where(s.z > 1, np.maximum((1 + bool(self.way)) * partial, summed), 2 * logits)
+        chunk = np.where(s.z > 1, np.maximum(self.packed * partial, summed), 2 * logits)
         reduced = self.apart * table * e * (1 + (e < 4)) + (e < 4) * table * e
         gathered = table * e * (self.apart | (e < STORED)) + table * self.wide
         kept = self.kept * self.c.layers
@@ -117,13 +117,15 @@ class _Held:
         one = s.f * s.d * e
         spread, narrow = m * s.f * e, m * s.d * e
         regathered = (s.z > 1) * (self.choice.policy.activations != "retain")
-        down = (
-            narrow * (s.y > 1) + spread * (1 + regathered + (s.z > 1) * self.way) - spread * (s.z > 1) * (self.way > 1)
-        )
+        # dY whole over y, X whole over z again, dX and what of its scatter is received
+        down = narrow * (s.y > 1) + spread * (1 + regathered + (s.z > 1) * (self.packed - 1)) + one
         nonlinear = spread // s.z * (7 if c.gated else 2) + one
         again = (s.y > 1) * (self.choice.policy.activations != "retain")
-        up = ups * spread * (s.z > 1) + ups * spread // s.z + narrow * (1 + again + (s.y > 1)) + (1 + ups) * one
-        buffers = np.maximum(np.maximum(down + one, nonlinear), up) + 2 * narrow // s.y
+        up = ups * spread * (s.z > 1) + ups * spread // s.z + (1 + ups) * one
+        up = up + narrow * (1 + again + (s.y > 1) * (self.packed - 1))
+        buffers = np.maximum(np.maximum(down, nonlinear), up) + 2 * narrow // s.y
+        if self.choice.schedule.halves:  # of the other half only what is in flight
+            buffers = buffers * 3 // 4
         if self.choice.recompute == "full":
             buffers = buffers + self.recomputed()
         return gradients, activations, self.weights(j) + buffers
@@ -140,7 +142,7 @@ class _Held:
 
     def between(self, j: int) -> Moment:
         gradients, activations = self.remaining(j)
-        packed = np.where(self.apart, (1 + self.way) * self.whole, 0)
+        packed = np.where(self.apart, self.packed * self.whole, 0)
         rest = 2 * self.m // self.s.y * self.s.d * self.e
         return gradients, activations - self.layer, self.weights(j) + self.whole + packed + rest
 
@@ -150,7 +152,7 @@ class _Held:
     def table(self) -> Moment:
         s = self.s
         size = sum(w.n * w.k for w in s.tables())
-        way = np.where(self.apart, size * self.e * (1 + self.way), 0)
+        way = np.where(self.apart, size * self.e * self.packed, 0)
         flying = self.apart * min(self.c.layers, MOST_IN_FLIGHT) * self.whole * self.way
         rows = self.m * s.d * self.e * (1 + (s.y > 1))
         tables = sum(w.shard for w in s.tables()) * STORED
