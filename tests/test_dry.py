@@ -6,7 +6,7 @@ from cuboid.config import ModelConfig
 from cuboid.cost.cuboid import step_cost
 from cuboid.mesh import Cuboid
 from cuboid.plan.dry import dry_run
-from cuboid.plan.step import Choice, Work
+from cuboid.plan.layer import Choice, Work
 
 
 @pytest.mark.parametrize("rank", [0, 2345])

@@ -22,11 +22,12 @@ from cuboid.plan.check import check
 from cuboid.plan.dry import compare, dry_run
 from cuboid.plan.explain import nothing_fits, why
 from cuboid.plan.hardware import PRESETS, Link, every_kind
+from cuboid.plan.layer import ITEMSIZE, Choice, Work
 from cuboid.plan.published import published
 from cuboid.plan.search import orders, predict, rank, shapes
 from cuboid.plan.sizes import Sizes
 from cuboid.plan.source import model
-from cuboid.plan.step import ITEMSIZE, STEADY, Choice, Work, prices_of, step_totals
+from cuboid.plan.step import STEADY, prices_of, step_totals
 from cuboid.plan.tape import Tape
 from cuboid.plan.time import Group, Prices, collective_seconds
 from cuboid.presets import PRESETS as MODELS
@@ -79,6 +80,19 @@ def test_many_candidates_are_each_as_alone() -> None:
     assert len(ranking.plans) > 20
     for plan in ranking.plans[::5]:
         assert predict(A100, work, plan.cuboid, plan.choice).seconds == pytest.approx(plan.seconds, rel=1e-9)
+
+
+def test_deep_models_are_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extrapolated from a few layers, a step takes as long as played layer by layer."""
+    work = Work(MODELS["llama-3-8b"].replace(layers=10), 64, 4096)
+    cases = [
+        (cuboid, choice)
+        for cuboid in (Cuboid(64, 1, 1), Cuboid(8, 4, 2), Cuboid(2, 2, 1, 16))
+        for choice in (Choice(), Choice("full", Policy("retain", "retain"), HALVES))
+    ]
+    few = [predict(H100, work, *case).seconds for case in cases]
+    monkeypatch.setattr("cuboid.plan.step.STEADY", 10)
+    assert few == pytest.approx([predict(H100, work, *case).seconds for case in cases], rel=0.01)
 
 
 # Time

@@ -9,7 +9,9 @@ import pytest
 from tiny import settings, write_text
 from typer.testing import CliRunner
 
-from cuboid.calibrate import Sample, Settings, calibrate, fit, fit_links
+from cuboid.calibrate import calibrate
+from cuboid.calibrate.fitting import fit, fit_links
+from cuboid.calibrate.timing import Sample, Settings
 from cuboid.cli import app
 from cuboid.config import ModelConfig
 from cuboid.mesh import Cuboid

@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.calibrate import DTYPES, Calibration, Settings
+from cuboid.calibrate import Calibration
 from cuboid.calibrate import calibrate as calibrate_on_rank
+from cuboid.calibrate.timing import DTYPES, Settings
 from cuboid.launch import launch
 from cuboid.plan.source import model as load_model
 from cuboid.train.progress import quantity

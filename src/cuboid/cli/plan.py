@@ -17,11 +17,11 @@ from cuboid.plan import check as checking
 from cuboid.plan import hardware as machines
 from cuboid.plan.dry import Comparison, compare, dry_run
 from cuboid.plan.explain import corner, limit, nothing_fits, why
+from cuboid.plan.layer import ITEMSIZE, Choice, Work
 from cuboid.plan.plot import draw
 from cuboid.plan.published import Line, published
 from cuboid.plan.search import Plan, Ranking, rank
 from cuboid.plan.source import model as load_model
-from cuboid.plan.step import ITEMSIZE, Choice, Work
 from cuboid.train.progress import quantity
 
 

@@ -14,8 +14,8 @@ from cuboid.config import ModelConfig, RopeScaling
 from cuboid.mesh import Cuboid
 from cuboid.parallel.cuboid import Policy, suitable_schedule
 from cuboid.plan.hardware import Hardware, Link
+from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
-from cuboid.plan.step import Choice, Work
 from cuboid.schedule import Schedule
 
 MOST_ERROR, MOST_REGRET = 0.15, 0.05

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from cuboid.plan.hardware import Hardware
+from cuboid.plan.layer import Work
 from cuboid.plan.search import CORNERS, Plan, Ranking, rank
-from cuboid.plan.step import Work
 
 NAMES = {
     "x": "weights (x)",

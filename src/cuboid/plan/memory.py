@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.plan.hardware import Hardware
+from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.sizes import Sizes
-from cuboid.plan.step import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.time import Array
 from cuboid.weights import MOST_IN_FLIGHT
 

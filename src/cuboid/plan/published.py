@@ -15,9 +15,9 @@ from cuboid.cost.two_d import two_d_cost
 from cuboid.mesh import Cuboid
 from cuboid.parallel.cuboid import Policy
 from cuboid.plan.hardware import PRESETS, Hardware
+from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
 from cuboid.plan.sizes import groups
-from cuboid.plan.step import Choice, Work
 from cuboid.plan.tape import Tape
 from cuboid.plan.time import Array, Prices
 from cuboid.schedule import OFF

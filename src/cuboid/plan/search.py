@@ -14,9 +14,10 @@ from cuboid.mesh import AXES, Cuboid
 from cuboid.model import Recompute
 from cuboid.parallel.cuboid import Policy
 from cuboid.plan.hardware import Hardware
+from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.memory import memory
 from cuboid.plan.sizes import Sizes
-from cuboid.plan.step import ITEMSIZE, STORED, Choice, Work, prices_of, step_totals
+from cuboid.plan.step import prices_of, step_totals
 from cuboid.plan.time import Array, Prices
 from cuboid.schedule import Schedule
 

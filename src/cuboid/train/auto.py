@@ -8,8 +8,8 @@ import torch
 from cuboid import data
 from cuboid.plan import hardware
 from cuboid.plan.explain import nothing_fits, why
+from cuboid.plan.layer import Work
 from cuboid.plan.search import rank
-from cuboid.plan.step import Work
 from cuboid.train.config import CuboidSection, MemorySection, OverlapSection, TrainConfig
 
 

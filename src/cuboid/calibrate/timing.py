@@ -1,21 +1,16 @@
-"""Measure the machine at hand for the planner: products, copies, attention, collectives, real layers.
+"""What a machine takes, all ranks at once as in training: cores, caches and network cards are shared then too.
 
-All ranks do everything at once, as in training: cores, caches and network cards are shared then too. Times are the
-slowest rank's, the median of a few; each fit reports how far it is from what was measured.
+Times are the slowest rank's, the median of a few.
 """
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from cuboid.attention import attend
@@ -25,11 +20,8 @@ from cuboid.launch import World
 from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.model import Transformer
 from cuboid.parallel.cuboid import CuboidParallel
-from cuboid.plan.hardware import KINDS, Hardware, Link
-from cuboid.plan.search import predict
-from cuboid.plan.sizes import groups
-from cuboid.plan.step import Choice, Work
-from cuboid.plan.time import Array
+from cuboid.plan.hardware import KINDS
+from cuboid.plan.layer import Work
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MESSAGES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the whole tensor of a collective
@@ -50,13 +42,6 @@ class Settings:
     def __post_init__(self) -> None:
         if self.precision not in DTYPES:
             raise ValueError(f"precision {self.precision!r} is not one of {', '.join(DTYPES)}")
-
-
-@dataclass
-class Calibration:
-    hardware: Hardware
-    errors: dict[str, float] = field(default_factory=dict)  # mean relative error of each fit
-    seconds: float = 0.0
 
 
 class Bench:
@@ -103,22 +88,6 @@ def time_products(bench: Bench, settings: Settings) -> tuple[list[tuple[int, int
         a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(n, k, dtype=dtype, device=device)
         found.append(bench.seconds(lambda a=a, b=b: a @ b.T))  # type: ignore[misc]
     return shapes, found
-
-
-def fit(columns: Sequence[Array], measured: Sequence[float]) -> tuple[list[float], float]:
-    """Factors of at least 0, by least squares of the relative error; and the mean of it."""
-    y = np.array(measured)
-    table = np.stack([np.asarray(column, dtype=float) for column in columns], 1) / y[:, None]
-    active = list(range(len(columns)))
-    while True:
-        found, *_ = np.linalg.lstsq(table[:, active], np.ones(len(y)), rcond=None)
-        if len(active) == 1 or (found >= 0).all():
-            break
-        active.pop(int(found.argmin()))
-    factors = [0.0] * len(columns)
-    for i, value in zip(active, found, strict=True):
-        factors[i] = max(float(value), 0.0)
-    return factors, float(np.abs(table @ np.array(factors) - 1).mean())
 
 
 def time_copy(bench: Bench, size: int = 1 << 22) -> float:
@@ -176,31 +145,6 @@ def time_collectives(bench: Bench, node: int) -> list[Sample]:
     return found
 
 
-def fit_links(
-    samples: Sequence[Sample], kind: str, node: int, direct: bool, stream: float, crossing: bool
-) -> tuple[Link | None, float]:
-    """Base, hop and bandwidth of one kind of collective, inside nodes or across; the features are time.py's."""
-    rows, measured = [], []
-    for each in samples:
-        group = groups([each.cuboid], np.ones(1, dtype=np.int64), node)["y"]
-        p, inside = int(group.size[0]), int(group.inside[0])
-        if each.kind != kind or (inside < p) != crossing:
-            continue
-        scattered = kind == "reduce_scatter" and direct
-        times = 2 if kind == "all_reduce" else 1
-        rounds = 2 * np.log2(p / inside if crossing else p) if kind == "all_reduce" else p - 1
-        moved = times * each.size * (p - 1) / p
-        if crossing:
-            moved = moved * node / inside if not scattered else each.size * (p - inside) / p * node
-        summing = 3 * (p - 1) / p * each.size / stream if scattered else 0.0
-        rows.append((1.0, float(rounds), moved))
-        measured.append(max(each.seconds - summing, 0.2 * each.seconds))
-    if not rows:
-        return None, 0.0
-    (base, hop, per_byte), error = fit(list(np.array(rows).T), measured)
-    return Link(base, hop, 1 / per_byte if per_byte else 1e15), error
-
-
 def time_slowdown(bench: Bench) -> float:
     """The share of its speed that compute loses while a collective is in flight."""
     if bench.world.size == 1:
@@ -248,89 +192,3 @@ def time_layers(bench: Bench, settings: Settings) -> list[tuple[Work, float]]:
 
         found.append((Work(config, batch, seq, settings.precision), bench.seconds(step)))
     return found
-
-
-def fit_layers(hw: Hardware, layers: Sequence[tuple[Work, float]]) -> tuple[Hardware, float]:
-    """The speed of elementwise operations and the time of the smallest, so that real layers take what they took."""
-
-    def error(candidate: Hardware) -> float:
-        gaps = [predict(candidate, work, Cuboid(), Choice()).seconds / seconds - 1 for work, seconds in layers]
-        return float(np.abs(gaps).mean())
-
-    streams = hw.stream * np.geomspace(0.1, 2, 14)
-    launches = hw.launch * np.geomspace(0.3, 10, 12)
-    candidates = [replace(hw, stream=float(s), launch=float(t)) for s in streams for t in launches]
-    best = min(candidates, key=error)
-    return best, error(best)
-
-
-# All of it
-
-
-def calibrate(world: World, settings: Settings, name: str) -> Calibration | None:
-    """On every rank; rank 0 shows its progress and returns what was found."""
-    began, bench = time.perf_counter(), Bench(world)
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    direct = world.device.type != "cuda"
-    with told(world.rank == 0) as tell:
-        tell("products")
-        shapes, measured = time_products(bench, settings)
-        tell("copies")
-        stream = time_copy(bench)
-        m, n, k = (np.array(side, dtype=float) for side in zip(*shapes, strict=True))
-        (per_flop, per_output, launch), product_error = fit([2 * m * n * k, 2 * m * n, np.ones_like(m)], measured)
-        rate = 1 / per_flop
-        tell("attention")
-        attention = time_attention(bench, settings, rate)
-        tell("collectives")
-        samples = time_collectives(bench, node)
-        tell("compute beside communication")
-        slowdown = time_slowdown(bench)
-        tell("real layers")
-        layers = time_layers(bench, settings)
-        tell("fitting")
-    if world.rank:
-        return None
-    errors = {"products": product_error}
-    inside, across = {}, {}
-    for kind in KINDS:
-        near, errors[f"{kind} inside"] = fit_links(samples, kind, node, direct, stream, crossing=False)
-        far, gap = fit_links(samples, kind, node, direct, stream, crossing=True)
-        if far is not None:
-            errors[f"{kind} across"] = gap
-        near = near or Link(0.0, 0.0, 1e15)  # a device alone in its node talks to nobody inside
-        inside[kind], across[kind] = near, far or near
-    hardware = Hardware(
-        name=name,
-        node=node,
-        memory=memory_of(world),
-        peak={settings.precision: rate},
-        rate={settings.precision: rate},
-        stream=stream,
-        inside=inside,
-        across=across,
-        depth=per_output * rate,
-        attention=attention,
-        launch=max(launch, 1e-6),
-        slowdown=slowdown,
-        direct=direct,
-        one_wire=direct,
-        source={"all": f"cuboid calibrate, {world.size} ranks, {settings.precision}; the peak is the rate reached"},
-    )
-    hardware, errors["one real layer"] = fit_layers(hardware, layers)
-    return Calibration(hardware, errors, time.perf_counter() - began)
-
-
-def memory_of(world: World) -> float:
-    """Bytes a rank may use."""
-    if world.device.type == "cuda":
-        return 0.95 * torch.cuda.mem_get_info(world.device)[1]
-    return 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.size
-
-
-@contextmanager
-def told(speaks: bool, parts: int = 7) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr; call it with what begins."""
-    with Progress(console=Console(stderr=True, quiet=not speaks), disable=not speaks) as progress:
-        task = progress.add_task("", total=parts)
-        yield lambda text: progress.update(task, description=text, advance=1)
