@@ -245,9 +245,13 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 
 def test_published_figures() -> None:
-    lines = published()
-    assert len(lines) == 8
-    assert {line.what: round(line.error, 2) for line in lines if not line.ok} == {}
+    """All within what is allowed but one, which docs/planner.md names. No layout is out of order."""
+    lines = {line.what: line for line in published()}
+    assert len(lines) == 10
+    assert [what for what, line in lines.items() if not line.ok] == ["3-D against 1-D, operands gathered again"]
+    for way in ("gathered again", "kept"):
+        one_d, two_d = (lines[f"3-D against {other}, operands {way}"].predicted for other in ("1-D", "2-D"))
+        assert one_d > two_d > 1
 
 
 def test_every_preset_names_its_sources() -> None:

@@ -89,13 +89,17 @@ class Layer:
 
     # Products
 
-    def multiply(self, rows: Array, ns: Sequence[Array], k: Array, blocks: Array | int = 1) -> None:
-        """One product for each n, in so many pieces."""
-        for n in ns:
-            self.tape.compute("products", blocks * self.tape.prices.product(rows, n / blocks, k))
-            self.tape.flops = self.tape.flops + 2 * rows * n * k
+    def multiply(self, out: Out, k: Array, k_blocks: Array | int, equation: int) -> None:
+        """(1), (2) or (3) of product.py for each weight of an output, in blocks of n and k as it is run."""
+        m, k_i = self.m, k / k_blocks
+        for n in out.ns:
+            n_j = n / out.blocks
+            sides = {1: (m, n_j, k_i), 2: (m, k_i, n_j), 3: (n_j, k_i, m)}[equation]
+            seconds = out.blocks * k_blocks * self.tape.prices.product(*sides)
+            self.tape.compute("products", seconds * (n > 0))
+            self.tape.flops = self.tape.flops + 2 * m * n * k
 
-    def product(self, k: Array, outs: Sequence["Out"], k_axis: str, n_axis: str, k_blocks: Array | int = 1) -> Steps:
+    def product(self, k: Array, outs: Sequence[Out], k_axis: str, n_axis: str, k_blocks: Array | int = 1) -> Steps:
         t = self.tape
         X = t.launch(n_axis, "all_gather", self.m * k)
         yield
@@ -103,7 +107,7 @@ class Layer:
         self.save(self.m * k * self.e // (1 if self.retain else self.sizes.axes[n_axis]))
         Ys = []
         for out in outs:
-            self.multiply(self.m, out.ns, k, out.blocks * k_blocks)
+            self.multiply(out, k, k_blocks, 1)
             Ys.append(t.launch(k_axis, "reduce_scatter", self.m * out.n))
         yield
         for out, Y in zip(outs, Ys, strict=True):
@@ -111,7 +115,7 @@ class Layer:
             t.stream("elementwise", 2 * bool(self.c.bias) * self.m * out.n // self.sizes.axes[k_axis] * self.e)
 
     def product_backward(
-        self, k: Array, outs: Sequence["Out"], k_axis: str, n_axis: str, k_blocks: Array | int = 1
+        self, k: Array, outs: Sequence[Out], k_axis: str, n_axis: str, k_blocks: Array | int = 1
     ) -> Steps:
         t = self.tape
         dYs = [t.launch(k_axis, "all_gather", self.m * out.n) for out in outs]
@@ -120,28 +124,28 @@ class Layer:
         for dY in dYs:
             t.wait(dY)
         for out in outs:
-            self.multiply(self.m, out.ns, k, out.blocks * k_blocks)
+            self.multiply(out, k, k_blocks, 2)
         dX = t.launch(n_axis, "reduce_scatter", self.m * k)
         if X is not None:
             t.wait(X)
         for out in outs:
-            self.multiply(self.m, out.ns, k, out.blocks * k_blocks)
+            self.multiply(out, k, k_blocks, 3)
             t.stream("elementwise", bool(self.c.bias) * self.m * out.n * self.e)
         yield
         t.wait(dX)
 
-    def qkv(self) -> tuple[Array, list["Out"], str, str]:
+    def qkv(self) -> tuple[Array, list[Out], str, str]:
         """All three travel together by heads, or keys and values apart by tokens where they have too few heads."""
         s = self.sizes
         return s.d, [Out([s.q, *[s.kv * ~s.few] * 2], s.z), Out([s.kv * s.few] * 2)], "z", "y"
 
-    def up(self) -> tuple[Array, list["Out"], str, str]:
+    def up(self) -> tuple[Array, list[Out], str, str]:
         return self.sizes.d, [Out([self.sizes.f] * (2 if self.c.gated else 1))], "z", "y"
 
-    def out(self) -> tuple[Array, list["Out"], str, str, Array]:
+    def out(self) -> tuple[Array, list[Out], str, str, Array]:
         return self.sizes.q, [Out([self.sizes.d])], "y", "z", self.sizes.z
 
-    def down(self) -> tuple[Array, list["Out"], str, str]:
+    def down(self) -> tuple[Array, list[Out], str, str]:
         return self.sizes.f, [Out([self.sizes.d])], "y", "z"
 
     # A block
