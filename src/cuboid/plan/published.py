@@ -183,8 +183,8 @@ def korthikanti() -> list[Line]:
 
 
 def bian() -> list[Line]:
-    """Bian et al. 2021, the paper this project implements: 64 V100, strong scaling. Whether its code kept gathered operands
-    is not known to us, so both are predicted."""
+    """Bian et al. 2021, the paper this project implements: 64 V100, strong scaling. Whether its code kept gathered
+    operands is not known to us, so both are predicted."""
     hw, batch, seq = PRESETS["v100-edr"], 24, 512
     config = ModelConfig("gpt2", layers=24, hidden=3072, heads=64, vocab=64, context=seq, tied=True)
     one_d = Megatron(24, 3072, 64, 64, 1, batch, batch, recompute="none", seq=seq, vocab=64).seconds(hw, "fp32", 4)
