@@ -64,7 +64,7 @@ class Out:
 
     @property
     def n(self) -> Array:
-        return sum(self.ns)  # type: ignore[return-value]
+        return sum(self.ns)
 
 
 class Layer:

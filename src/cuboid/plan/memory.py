@@ -116,13 +116,14 @@ class _Held:
         ups = 2 if c.gated else 1
         one = s.f * s.d * e
         spread, narrow = m * s.f * e, m * s.d * e
-        regathered = (s.z > 1) * (self.choice.policy.activations != "retain")
+        regathers = self.choice.policy.activations != "retain"
+        X_down, inner = spread // (s.z if regathers else 1), ups * spread // s.z  # saved, until their product is done
         # dY whole over y, X whole over z again, dX and what of its scatter is received
-        down = narrow * (s.y > 1) + spread * (1 + regathered + (s.z > 1) * (self.packed - 1)) + one
-        nonlinear = spread // s.z * (7 if c.gated else 2) + one
-        again = (s.y > 1) * (self.choice.policy.activations != "retain")
-        up = ups * spread * (s.z > 1) + ups * spread // s.z + (1 + ups) * one
-        up = up + narrow * (1 + again + (s.y > 1) * (self.packed - 1))
+        received = self.packed - 1
+        down = narrow * (s.y > 1) + spread * (1 + (s.z > 1) * (regathers + received)) + one
+        nonlinear = spread // s.z * (7 if c.gated else 2) + one - X_down
+        up = ups * spread * (s.z > 1) + ups * spread // s.z + (1 + ups) * one - X_down - inner
+        up = up + narrow * (1 + (s.y > 1) * (regathers + received))
         buffers = np.maximum(np.maximum(down, nonlinear), up) + 2 * narrow // s.y
         if self.choice.schedule.halves:  # of the other half only what is in flight
             buffers = buffers * 3 // 4

@@ -184,13 +184,14 @@ def _best_of_each_shape(predictions: Sequence[Predictions]) -> tuple[list[Plan],
     seconds = np.stack([np.where(each.valid, each.totals.seconds, np.inf) for each in predictions])
     peak = np.stack([np.where(each.valid, each.memory.peak, np.inf) for each in predictions])
     seconds = np.where(peak <= predictions[0].hw.memory, seconds, np.inf)
-    fitting, too_large = [], []
+    fitting: list[Plan] = []
+    too_large: list[Plan] = []
     for number in range(len(numbers)):
         (of,) = np.nonzero(shape == number)
         fits = bool(np.isfinite(seconds[:, of]).any())
         score = (seconds if fits else peak)[:, of]
         choice, i = np.unravel_index(score.argmin(), score.shape)
-        (fitting if fits else too_large).append(predictions[choice].plan(int(of[i])))
+        (fitting if fits else too_large).append(predictions[int(choice)].plan(int(of[i])))
     return sorted(fitting, key=lambda plan: plan.seconds), sorted(too_large, key=lambda plan: plan.peak)
 
 

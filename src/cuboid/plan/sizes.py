@@ -15,7 +15,7 @@ from cuboid.plan.time import Array, Group
 
 
 def ceil_div(n: Array | int, parts: Array | int) -> Array:
-    return -(-n // parts)  # type: ignore[return-value]
+    return -(-n // parts)
 
 
 @dataclass(frozen=True)

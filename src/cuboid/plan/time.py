@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from cuboid.plan.hardware import Hardware
 
-#: A size of each candidate. Bytes and calls are whole numbers, seconds are not.
-Array = NDArray[np.float64] | NDArray[np.int64]
+#: A figure of each candidate: bytes, calls and FLOPs are whole numbers, seconds are not.
+Array = NDArray[Any]
 
 
 class Group(NamedTuple):
