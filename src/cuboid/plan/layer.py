@@ -13,7 +13,7 @@ from cuboid.comm import Steps, run
 from cuboid.config import ModelConfig
 from cuboid.model import Recompute
 from cuboid.parallel.cuboid import Policy
-from cuboid.plan.sizes import Sizes
+from cuboid.plan.sizes import Sizes, added
 from cuboid.plan.tape import Tape
 from cuboid.plan.time import Array, Prices
 from cuboid.schedule import PREFETCH, Schedule
@@ -64,7 +64,7 @@ class Out:
 
     @property
     def n(self) -> Array:
-        return sum(self.ns)
+        return added(self.ns)
 
 
 class Layer:

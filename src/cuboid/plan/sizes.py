@@ -3,7 +3,7 @@
 The first rank has the largest parts: uneven cuts leave the last ones short.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,12 @@ from cuboid.plan.time import Array, Group
 
 
 def ceil_div(n: Array | int, parts: Array | int) -> Array:
-    return -(-n // parts)
+    return np.asarray(-(-n // parts))
+
+
+def added(arrays: Iterable[Array]) -> Array:
+    """Their sum, candidate by candidate."""
+    return np.asarray(sum(arrays))
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class Sizes:
     def parameters(self) -> Array:
         """Elements of this rank's shards."""
         weights = [*self.tables(), *self.norm_weights(1)] + ([] if self.c.tied else [self.head_weight()])
-        return sum(w.shard for w in weights) + self.c.layers * sum(w.shard for w in self.block_weights())
+        return added(w.shard for w in weights) + self.c.layers * added(w.shard for w in self.block_weights())
 
 
 def groups(cuboids: Sequence[Cuboid], context: Array, node: int) -> dict[str, Group]:

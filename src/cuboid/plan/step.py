@@ -13,7 +13,7 @@ import numpy as np
 from cuboid.comm import Steps, run
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Layer, Work
-from cuboid.plan.sizes import Sizes, Weight
+from cuboid.plan.sizes import Sizes, Weight, added
 from cuboid.plan.tape import Flight, Totals
 from cuboid.plan.time import Array, Prices
 from cuboid.schedule import in_step
@@ -120,7 +120,7 @@ class _Step(Layer):
     def parameters(self) -> Array:
         s = self.sizes
         ends = [*s.tables(), *s.norm_weights(1)] + ([] if self.c.tied else [s.head_weight()])
-        return sum(w.shard for w in ends) + self.layers * sum(w.shard for w in s.block_weights())
+        return added(w.shard for w in ends) + self.layers * added(w.shard for w in s.block_weights())
 
     # Weights: shards -> whole -> gradients -> shards
 
