@@ -10,7 +10,7 @@ from cuboid.plan.search import Plan, Ranking, rank
 
 MOST_BARS = 10
 COLOURS = ("#1f5fa8", "#6aa0d8", "#2e8540", "#c9a227", "#d1700f", "#8a4f9e", "#c79bd4", "#777777", "#b0a080", "#444444")
-FACTORS = (0.25, 0.5, 1, 2, 4)
+DEVICES, BATCHES = (0.25, 0.5, 1, 2, 4), (0.25, 1, 4)  # of the map, times those of the ranking
 
 
 def draw(ranking: Ranking, folder: Path) -> list[Path]:
@@ -59,8 +59,8 @@ def _stack(axes: Axes, plans: list[Plan], parts: list[dict[str, float]], label: 
 
 def _map(axes: Axes, ranking: Ranking) -> None:
     """The best cuboid and its MFU for fewer and more devices and sequences."""
-    devices = [n for f in FACTORS if (n := round(ranking.devices * f)) >= 1]
-    batches = [n for f in FACTORS if (n := round(ranking.work.batch * f)) >= 1]
+    devices = [n for f in DEVICES if (n := round(ranking.devices * f)) >= 1]
+    batches = [n for f in BATCHES if (n := round(ranking.work.batch * f)) >= 1]
     shares = []
     for row, batch in enumerate(batches):
         shares.append([float("nan")] * len(devices))
