@@ -62,7 +62,7 @@ def test_one_cuboid_and_pictures(tmp_path: Path) -> None:
         ([*ON_CPU, "--batch", "15", "--explain", "2,4,1,1"], "batch=15 cannot be cut into data=2; use batch 14 or 16"),
         ([*ON_CPU, "--hardware", "tpu"], "neither a preset nor a file"),
         ([*ON_CPU, "--precision", "fp8"], "fp8"),
-        (["llama-3-405b", "--devices", "32", "--batch", "1"], "64 devices would"),
+        (["llama-3-405b", "--devices", "32", "--batch", "1"], "128 devices would"),
         ([*ON_CPU, "--check", "nowhere.json"], "not a result of cuboid bench layouts"),
     ],
 )
