@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,18 +21,18 @@ class Saved:
     """What autograd saved and still holds, each storage counted once. Parameters and token ids are no activations."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        self._parameters = {_identity(parameter) for parameter in module.parameters()}
         self._saved: list[weakref.ref[Tensor]] = []
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.is_floating_point() and x.untyped_storage().data_ptr() not in self._parameters:
+        if x.is_floating_point() and _identity(x) not in self._parameters:
             self._saved.append(weakref.ref(x))
         return x
 
     @property
     def bytes(self) -> int:
         held = (x.untyped_storage() for ref in self._saved if (x := ref()) is not None)
-        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+        return sum({storage._cdata: storage.nbytes() for storage in held}.values())
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Memory(TorchDispatchMode):
             return NotImplemented  # a wrapper such as DTensor: it comes again with the tensors inside
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
-            if type(each) in (Tensor, nn.Parameter):  # wrappers and fake tensors hold no memory
+            if type(each) in (Tensor, nn.Parameter, FakeTensor):  # wrappers hold no memory of their own
                 self._see(each, _maker())
         return out
 
@@ -89,25 +90,30 @@ class Memory(TorchDispatchMode):
 
     def _call(self, tensor: Tensor, kind: str) -> None:
         """From now on known as `kind`, unless it is a parameter."""
-        found = self._alive.get(local(tensor).untyped_storage().data_ptr())
+        found = self._alive.get(_identity(local(tensor)))
         if found is not None and found[0].kind != "parameters":
             found[0].kind = kind
 
     def _see(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        address, alive = storage.data_ptr(), _Alive(storage.nbytes(), kind)
-        if not alive.size or address in self._alive:
+        identity, alive = storage._cdata, _Alive(storage.nbytes(), kind)
+        if not alive.size or identity in self._alive:
             return
 
         def gone(_: object) -> None:
             self._now -= alive.size
-            del self._alive[address]
+            del self._alive[identity]
 
-        self._alive[address] = alive, weakref.ref(storage, gone)
+        self._alive[identity] = alive, weakref.ref(storage, gone)
         self._now += alive.size
         if self._now > self.peak:
             now = list(self._alive.values())  # a backend's thread may free one meanwhile
             self.peak, self._at_peak = self._now, [each for each, _ in now]
+
+
+def _identity(x: Tensor) -> int:
+    """Of the memory a tensor lies in. A fake one has none, but would."""
+    return x.untyped_storage()._cdata
 
 
 def local(x: Tensor) -> Tensor:

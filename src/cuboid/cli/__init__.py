@@ -9,10 +9,12 @@ from rich.text import Text
 
 from cuboid import __version__
 from cuboid.cli.bench import bench
+from cuboid.cli.calibrate import calibrate
 from cuboid.cli.config import config
 from cuboid.cli.convert import export, import_
 from cuboid.cli.data import app as data
 from cuboid.cli.eval import eval_
+from cuboid.cli.plan import plan
 from cuboid.cli.sample import sample
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
@@ -32,6 +34,8 @@ app.command("import")(import_)
 app.command()(export)
 app.command()(verify)
 app.command()(bench)
+app.command()(plan)
+app.command()(calibrate)
 app.command()(config)
 app.add_typer(data, name="data")
 

@@ -1,16 +1,20 @@
 """`cuboid train`: from text to a checkpoint that loads anywhere."""
 
+import os
 import shlex
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from cuboid.launch import launch
+from cuboid.launch import is_first, launch, under_torchrun
+from cuboid.mesh import Cuboid
 from cuboid.train import checkpoint
-from cuboid.train.config import load
+from cuboid.train.auto import planned
+from cuboid.train.config import TrainConfig, load
 from cuboid.train.keys import toml
 from cuboid.train.loop import Outcome
 from cuboid.train.loop import train as train_on_rank
@@ -28,6 +32,10 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(help="Go on from the newest complete checkpoint of this run, on any cuboid.")
     ] = None,
+    cuboid: Annotated[
+        str, typer.Option(help="x,y,z; or auto: what cuboid plan finds fastest for as many ranks as configured.")
+    ] = "",
+    hardware: Annotated[str, typer.Option(help="For auto: a preset or a file of cuboid calibrate.")] = "",
     trace: Annotated[
         int, typer.Option(help="Trace so many steps, after two: trace.json for Perfetto, timeline.png.", min=0)
     ] = 0,
@@ -47,7 +55,7 @@ def train(
         if config is None:  # the run's own, wherever its folder is by now
             own = [f"logging.folder={toml(str(run))}", "model.pretrained="]  # its weights are its own by now
             config, overrides = run / "config.toml", own + overrides
-    chosen = load(config, overrides, preset)
+    chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
     chosen.check()
     folder = Path(chosen.logging.folder) if chosen.logging.folder else run
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks get it too, finish their step and save
@@ -57,6 +65,21 @@ def train(
         signal.signal(signal.SIGINT, before)
     if outcome is not None:
         show(outcome)
+
+
+def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
+    """The configuration with another cuboid, if one was asked for."""
+    if cuboid == "auto":
+        ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else config.cuboid_shape().ranks
+        config, why = planned(config, ranks, hardware)
+        if is_first():
+            Console(highlight=False, soft_wrap=True).print(f"plan    {why}", markup=False)
+    elif cuboid:
+        k = Cuboid.parse(cuboid, config.cuboid.data)
+        config = replace(config, cuboid=replace(config.cuboid, x=k.x, y=k.y, z=k.z))
+    if hardware and cuboid != "auto":
+        raise ValueError(f"--hardware {hardware} is for --cuboid auto; leave it out or give both")
+    return config
 
 
 def show(outcome: Outcome) -> None:

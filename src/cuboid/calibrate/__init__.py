@@ -1,0 +1,102 @@
+"""Measure the machine at hand for the planner: products, copies, attention, collectives, real layers."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from cuboid.calibrate.fitting import fit, fit_layers, fit_links
+from cuboid.calibrate.timing import (
+    Bench,
+    Settings,
+    time_attention,
+    time_collectives,
+    time_copy,
+    time_layers,
+    time_products,
+    time_slowdown,
+)
+from cuboid.launch import World
+from cuboid.plan.hardware import KINDS, Hardware, Link
+
+
+@dataclass
+class Calibration:
+    hardware: Hardware
+    errors: dict[str, float] = field(default_factory=dict)  # mean relative error of each fit
+    seconds: float = 0.0
+
+
+def calibrate(world: World, settings: Settings, name: str) -> Calibration | None:
+    """On every rank; rank 0 shows its progress and returns what was found."""
+    began, bench = time.perf_counter(), Bench(world)
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    direct = world.device.type != "cuda"
+    with told(world.rank == 0) as tell:
+        tell("products")
+        shapes, measured = time_products(bench, settings)
+        tell("copies")
+        stream = time_copy(bench)
+        m, n, k = (np.array(side, dtype=float) for side in zip(*shapes, strict=True))
+        (per_flop, per_output, launch), product_error = fit([2 * m * n * k, 2 * m * n, np.ones_like(m)], measured)
+        rate = 1 / per_flop
+        tell("attention")
+        attention = time_attention(bench, settings, rate)
+        tell("collectives")
+        samples = time_collectives(bench, node)
+        tell("compute beside communication")
+        slowdown = time_slowdown(bench)
+        tell("real layers")
+        layers = time_layers(bench, settings)
+        tell("fitting")
+    if world.rank:
+        return None
+    errors = {"products": product_error}
+    inside, across = {}, {}
+    for kind in KINDS:
+        near, errors[f"{kind} inside"] = fit_links(samples, kind, node, direct, stream, crossing=False)
+        far, gap = fit_links(samples, kind, node, direct, stream, crossing=True)
+        if far is not None:
+            errors[f"{kind} across"] = gap
+        near = near or Link(0.0, 0.0, 1e15)  # a device alone in its node talks to nobody inside
+        inside[kind], across[kind] = near, far or near
+    hardware = Hardware(
+        name=name,
+        node=node,
+        memory=memory_of(world),
+        peak={settings.precision: rate},
+        rate={settings.precision: rate},
+        stream=stream,
+        inside=inside,
+        across=across,
+        depth=per_output * rate,
+        attention=attention,
+        launch=max(launch, 1e-6),
+        slowdown=slowdown,
+        direct=direct,
+        one_wire=direct,
+        source={"all": f"cuboid calibrate, {world.size} ranks, {settings.precision}; the peak is the rate reached"},
+    )
+    hardware, errors["one real layer"] = fit_layers(hardware, layers)
+    return Calibration(hardware, errors, time.perf_counter() - began)
+
+
+def memory_of(world: World) -> float:
+    """Bytes a rank may use."""
+    if world.device.type == "cuda":
+        return 0.95 * torch.cuda.mem_get_info(world.device)[1]
+    return 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.size
+
+
+@contextmanager
+def told(speaks: bool, parts: int = 7) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr; call it with what begins."""
+    with Progress(console=Console(stderr=True, quiet=not speaks), disable=not speaks) as progress:
+        task = progress.add_task("", total=parts)
+        yield lambda text: progress.update(task, description=text, advance=1)

@@ -1,0 +1,65 @@
+"""`cuboid calibrate`: what this machine or cluster can do, for `cuboid plan`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cuboid.calibrate import Calibration
+from cuboid.calibrate import calibrate as calibrate_on_rank
+from cuboid.calibrate.timing import DTYPES, Settings
+from cuboid.launch import launch
+from cuboid.plan.source import model as load_model
+from cuboid.train.progress import quantity
+
+
+def calibrate(
+    out: Annotated[Path, typer.Argument(help="The hardware file to write.")] = Path("hardware.json"),
+    ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun: as many as it started.", min=1)] = 8,
+    model: Annotated[str, typer.Option(help="Products of this model's shapes: a preset or a config.json.")] = "",
+    tokens: Annotated[int, typer.Option(help="Tokens of a rank at a time.", min=64)] = 512,
+    precision: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "fp32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Measure products, copies, attention, every collective on every size of axis with all groups at once, compute
+    beside communication, and a real layer; write a hardware file for cuboid plan --hardware.
+
+    On a cluster: torchrun --nproc-per-node 8 … -m cuboid calibrate --ranks 64
+    """
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ValueError(f"{out} cannot be written: give a file in a folder that exists")
+    settings = Settings(tokens=tokens, precision=precision)
+    if model:
+        settings = Settings(load_model(model).replace(layers=1), tokens, precision)
+    found = launch(calibrate_on_rank, ranks, [settings, out.stem])[0]
+    if found is None:  # a rank other than 0 under torchrun
+        return
+    found.hardware.save(out)
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+    else:
+        show(found, Console(), out)
+
+
+def show(found: Calibration, console: Console, out: Path) -> None:
+    hw = found.hardware
+    table = Table("collective", "where", "a call", "a round", "bandwidth", "fit error", title_justify="left")
+    for where, links in (("inside", hw.inside), ("across", hw.across)):
+        for kind, link in links.items():
+            if f"{kind} {where}" in found.errors:
+                times = f"{link.base * 1e6:.3g} µs", f"{link.hop * 1e6:.3g} µs", f"{quantity(link.bandwidth)}B/s"
+                table.add_row(kind, where, *times, f"{found.errors[f'{kind} {where}']:.0%}")
+    (precision, rate), (forward, backward) = next(iter(hw.rate.items())), hw.attention
+    console.print(
+        f"Products {quantity(rate)}FLOP/s in {precision} (fit error {found.errors['products']:.0%}), attention "
+        f"{forward:.0%} and {backward:.0%} of it, elementwise {quantity(hw.stream)}B/s, an operation "
+        f"{hw.launch * 1e6:.3g} µs; compute loses {hw.slowdown:.0%} while something is in flight; real layers to "
+        f"{found.errors['one real layer']:.0%}.",
+        highlight=False,
+    )
+    console.print(table)
+    console.print(f"{found.seconds:.0f} s. {out.absolute()}", soft_wrap=True, highlight=False)

@@ -1,0 +1,250 @@
+"""`cuboid plan`: which cuboid, how fast, how much memory, before anyone books a GPU."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cuboid.config import FAMILIES, ModelConfig
+from cuboid.mesh import Cuboid
+from cuboid.plan import check as checking
+from cuboid.plan import hardware as machines
+from cuboid.plan.dry import Comparison, compare, dry_run
+from cuboid.plan.explain import corner, limit, nothing_fits, why
+from cuboid.plan.layer import ITEMSIZE, Choice, Work
+from cuboid.plan.plot import draw
+from cuboid.plan.published import Line, published
+from cuboid.plan.search import Plan, Ranking, rank
+from cuboid.plan.source import model as load_model
+from cuboid.train.progress import quantity
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help="A preset (cuboid config --presets) or a config.json of Hugging Face. Left out: sizes."),
+    ] = "",
+    devices: Annotated[int, typer.Option(help="How many.", min=1)] = 8,
+    hardware: Annotated[
+        str, typer.Option(help=f"One of {', '.join(machines.PRESETS)}, or a file of cuboid calibrate.")
+    ] = "h100-ndr",
+    batch: Annotated[int, typer.Option(help="Sequences of a step, over all devices.", min=1)] = 64,
+    seq: Annotated[int, typer.Option(help="Tokens a sequence; 0: the model's context, at most 4096.", min=0)] = 0,
+    micro_batches: Annotated[int, typer.Option(help="Parts the batch is computed in.", min=1)] = 1,
+    precision: Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZE)}.")] = "bf16",
+    family: Annotated[str, typer.Option(help=f"Without a model: one of {', '.join(FAMILIES)}.")] = "gpt2",
+    layers: Annotated[int, typer.Option(help="Changes the model's, like the next ones.", min=0)] = 0,
+    hidden: Annotated[int, typer.Option(min=0)] = 0,
+    heads: Annotated[int, typer.Option(min=0)] = 0,
+    kv_heads: Annotated[int, typer.Option(min=0)] = 0,
+    ffn: Annotated[int, typer.Option(min=0)] = 0,
+    vocab: Annotated[int, typer.Option(min=0)] = 0,
+    explain: Annotated[str, typer.Option(metavar="DATA,X,Y,Z", help="All about one cuboid.")] = "",
+    top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 10,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Run the model's code of one rank and count.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the ranking, and a map of devices × batch, here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    literature: Annotated[bool, typer.Option("--published", help="Others' measurements, predicted, instead.")] = False,
+    check: Annotated[
+        list[Path] | None,
+        typer.Option(help="Predict a result of cuboid bench layouts instead, with --hardware; again for more files."),
+    ] = None,
+) -> None:
+    """Rank every cuboid of a cluster for a model by its predicted step, with every order of the axes over nodes, what
+    is kept and what is made again, and half-batches in step or not.
+
+    Predictions come from docs/planner.md's equations and the hardware's figures. cuboid calibrate measures a machine.
+    """
+    console = Console() if sys.stdout.isatty() else Console(width=150)
+    if literature:
+        show_published(published(), console, as_json)
+        return
+    hw = machines.load(hardware)
+    if check:
+        checking.show([checking.check(path, hw) for path in check], console, as_json)
+        return
+    config = chosen_model(model, family, layers, hidden, heads, kv_heads, ffn, vocab, seq)
+    if batch % micro_batches:
+        raise ValueError(f"--batch {batch} cannot be cut into --micro-batches {micro_batches}; use a divisor of it")
+    length = seq or min(config.context, 4096)
+    work = Work(config, batch // micro_batches, length, precision, micro_batches)
+    only = parse(explain, devices) if explain else None
+    ranking = rank(hw, work, devices, only)
+    if not ranking.plans:
+        raise ValueError(nothing_fits(ranking))
+    counted = None
+    first = ranking.plans[0]
+    if dry:
+        counted = compare(dry_run(work, first.cuboid, first.choice), first, work)
+    if as_json:
+        print(json.dumps(export(ranking, counted), indent=1))
+    else:
+        show(ranking, console, top, only)
+        if counted is not None:
+            show_dry(counted, first, console)
+    if plot is not None:
+        for path in draw(ranking, plot):
+            Console(stderr=as_json).print(str(path.absolute()), soft_wrap=True, highlight=False)
+    if counted is not None and not all(each.ok for each in counted):
+        raise typer.Exit(1)
+
+
+def chosen_model(
+    name: str, family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int
+) -> ModelConfig:
+    given = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value}
+    if name:
+        config = load_model(name)
+        if {"hidden", "heads"} & changes.keys():  # what followed from them follows anew
+            changes = {"head_dim": 0, "ffn": 0, "kv_heads": 0} | changes
+        return config.replace(**changes) if changes else config
+    missing = [key for key in ("layers", "hidden", "heads") if key not in changes]
+    if missing:
+        raise ValueError(f"give a model, or its --{', --'.join(missing)}; cuboid config --presets lists known models")
+    return ModelConfig(family, **({"vocab": 50257, "context": seq or 2048} | changes))
+
+
+def parse(text: str, devices: int) -> Cuboid:
+    parts = text.split(",")
+    if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
+        raise ValueError(f"--explain {text!r} is not four sizes; write DATA,X,Y,Z such as 1,2,2,2")
+    data, x, y, z = (int(part) for part in parts)
+    cuboid = Cuboid(x, y, z, data)
+    if cuboid.ranks != devices:
+        raise ValueError(f"--explain {text} has data·x·y·z = {cuboid.ranks} devices, not --devices {devices}")
+    return cuboid
+
+
+def described(choice: Choice) -> str:
+    kept = {("regather", "regather"): "–", ("retain", "regather"): "X", ("regather", "retain"): "W"}
+    policy = kept.get((choice.policy.activations, choice.policy.weights), "X W")
+    return f"{choice.recompute}, {policy}{f', {choice.schedule.parts} parts' if choice.schedule.parts > 1 else ''}"
+
+
+def inner(cuboid: Cuboid) -> str:
+    """The axes from the slowest over ranks to the fastest."""
+    return " ".join(axis for axis in cuboid.order if cuboid.sizes[axis] > 1) or "–"
+
+
+def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> None:
+    w, hw, c = ranking.work, ranking.hardware, ranking.work.config
+    console.print(
+        f"{c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {quantity(c.parameters)} parameters; "
+        f"{ranking.devices} devices of {hw.name}, {hw.node} a node; {w.micro_batches} × {w.batch} × {w.seq} tokens, "
+        f"{w.precision}; {ranking.considered} candidates",
+        highlight=False,
+    )
+    console.print(_table(ranking, ranking.plans[:top], "Fastest first"))
+    if only is None:
+        table = _table(ranking, [plan for plan in ranking.corners.values() if plan], "The corners", ranking.corners)
+        console.print(table)
+        for name, plan in ranking.corners.items():
+            if plan is None:
+                console.print(corner(ranking, name), highlight=False)
+        console.print(why(ranking), highlight=False, soft_wrap=True)
+    else:
+        _explain(ranking, console)
+
+
+def _table(ranking: Ranking, plans: Sequence[Plan], title: str, named: dict[str, Plan | None] | None = None) -> Table:
+    names = {id(plan): name for name, plan in (named or {}).items()}
+    columns = ["layout"] if named else []
+    columns += ["cuboid", "slow → fast", "again, kept", "step", "tokens/s", "MFU", "waits", "memory", "of which"]
+    table = Table(*columns, title=title, title_justify="left")
+    for column in table.columns[-7:]:
+        column.justify = "right"
+    for plan in plans:
+        held = "+".join(f"{size / 1e9:.3g}" for size in plan.memory.values())
+        waits = " ".join(
+            f"{axis} {s / plan.seconds:.0%}" for axis, s in plan.exposed.items() if s > 0.005 * plan.seconds
+        )
+        cells = [names[id(plan)]] if named else []
+        cells += [str(plan.cuboid), inner(plan.cuboid), described(plan.choice), f"{plan.seconds:.4g} s"]
+        cells += [quantity(ranking.tokens_per_second(plan)), f"{ranking.mfu(plan):.1%}", waits or "–"]
+        table.add_row(*cells, f"{plan.peak / 1e9:.3g} GB", held)
+    table.caption = "of which: parameters + gradients + optimizer + activations + buffers; kept: gathered X, W"
+    table.caption_justify = "left"
+    return table
+
+
+def _explain(ranking: Ranking, console: Console) -> None:
+    plan = ranking.plans[0]
+    cost = plan.cost(ranking.work)
+    table = Table("part", "seconds", "of the step", title=f"{plan.cuboid}", title_justify="left")
+    for name, seconds in sorted(plan.compute.items(), key=lambda part: -part[1]):
+        table.add_row(name, f"{seconds:.4g}", f"{seconds / plan.seconds:.1%}")
+    sent = cost.bytes()
+    traffic = Table("axis", "calls", "sent", "in flight", "waited", title="Communication", title_justify="left")
+    for axis, seconds in plan.in_flight.items():
+        if not seconds:
+            continue
+        calls = sum(count for count, _ in cost.counts().get(axis, {}).values())
+        size = f"{quantity(sent.get(axis, 0) * ranking.work.micro_batches)}B"
+        traffic.add_row(axis, str(calls), size, f"{seconds:.4g} s", f"{plan.exposed[axis]:.4g} s")
+    console.print(table)
+    console.print(traffic)
+    console.print(f"Its limit is {limit(plan)}.", highlight=False)
+
+
+def show_dry(counted: Sequence[Comparison], plan: Plan, console: Console) -> None:
+    table = Table("rank 0", "counted", "planned", "", title=f"Dry run of {plan.cuboid}", title_justify="left")
+    for each in counted:
+        verdict = ("equal" if each.exact else f"{each.planned / each.counted - 1:+.1%}") if each.ok else "DIFFERS"
+        table.add_row(each.what, f"{each.counted:,}", f"{each.planned:,}", verdict)
+    console.print(table)
+
+
+def show_published(lines: Sequence[Line], console: Console, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(line) | {"error": line.error, "ok": line.ok} for line in lines], indent=1))
+        return
+    table = Table("what", "published", "predicted", "error", "allowed", "assumptions", title_justify="left")
+    for line in lines:
+        error = f"{line.error:+.0%}" + ("" if line.ok else " MISSES")
+        cells = f"{line.published:g} {line.unit}", f"{line.predicted:.3g} {line.unit}", error, f"±{line.allowed:.0%}"
+        table.add_row(line.what, *cells, line.assumptions)
+    console.print(table)
+
+
+def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, Any]:
+    def row(plan: Plan) -> dict[str, Any]:
+        cost = plan.cost(ranking.work)
+        return {
+            "cuboid": plan.cuboid.sizes,
+            "order": plan.cuboid.order,
+            "recompute": plan.choice.recompute,
+            "activations": plan.choice.policy.activations,
+            "weights": plan.choice.policy.weights,
+            "parts": plan.choice.schedule.parts,
+            "seconds": plan.seconds,
+            "tokens_per_second": ranking.tokens_per_second(plan),
+            "mfu": ranking.mfu(plan),
+            "memory": plan.memory,
+            "peak": plan.peak,
+            "bytes": cost.bytes(),
+            "exposed": plan.exposed,
+            "compute": plan.compute,
+        }
+
+    found: dict[str, Any] = {
+        "model": asdict(ranking.work.config),
+        "hardware": ranking.hardware.name,
+        "devices": ranking.devices,
+        "batch": ranking.work.batch * ranking.work.micro_batches,
+        "seq": ranking.work.seq,
+        "precision": ranking.work.precision,
+        "candidates": ranking.considered,
+        "why": why(ranking),
+        "plans": [row(plan) for plan in ranking.plans],
+        "corners": {name: row(plan) if plan else None for name, plan in ranking.corners.items()},
+    }
+    if counted is not None:
+        found["dry_run"] = [asdict(each) | {"ok": each.ok} for each in counted]
+    return found

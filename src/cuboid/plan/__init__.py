@@ -1,0 +1,13 @@
+"""Which cuboid, how fast, how much memory, before anything runs: every layout of a model on a cluster, ranked.
+
+hardware   what a machine can do, and where each figure is from
+time       seconds of a product, of attention, of memory traffic, of a collective on a hierarchy of links
+tape       a clock, the links and what is in flight: a schedule played on them
+step       a training step as the model plays it
+memory     what is alive at the fullest moments of a step
+search     every candidate, ranked
+explain    why the first is first; what binds where nothing fits
+dry        the real model code of one rank, without the others and without data
+published  others' measurements, predicted
+check      our measurements, predicted
+"""

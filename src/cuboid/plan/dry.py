@@ -1,0 +1,122 @@
+"""The real model code of one rank, without the others and without data: what it calls, sends, computes and holds.
+
+Collectives go to a backend that does nothing and tensors have shapes alone, so a rank of thousands runs on any machine.
+It runs in a process of its own, which may belong to no other world. The backend does not hold on to what it is to
+send, so the peak is compared with a plan for such a one.
+"""
+
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from cuboid.launch import RankError
+from cuboid.measure import Memory, count_flops, saved_for_backward
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.model import Transformer
+from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.plan.layer import Choice, Work
+from cuboid.plan.memory import memory
+from cuboid.plan.search import Plan
+from cuboid.plan.sizes import Sizes
+
+COMPUTE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MOST_RANKS = 4096  # of whom the groups take seconds to make
+NEAR = 0.1  # how far the peak, which has no exact formula, may be from the plan's
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of a forward and backward of one rank."""
+
+    counts: dict[str, dict[str, tuple[int, int]]]  # (calls, bytes) per axis and collective
+    flops: int
+    parameters: int  # bytes
+    saved: int
+    peak: int  # AdamW's moments included
+
+
+@dataclass(frozen=True)
+class Comparison:
+    what: str
+    counted: int
+    planned: int
+    exact: bool  # must be equal; else near
+
+    @property
+    def ok(self) -> bool:
+        if self.exact:
+            return self.counted == self.planned
+        return abs(self.planned / self.counted - 1) <= NEAR
+
+
+def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0) -> Counted:
+    """Of one micro-batch."""
+    if cuboid.ranks > MOST_RANKS:
+        raise ValueError(f"a dry run of {cuboid.ranks} ranks is beyond {MOST_RANKS}; choose fewer devices")
+    if not 0 <= rank < cuboid.ranks:
+        raise ValueError(f"rank {rank} is not one of the {cuboid.ranks} ranks of {cuboid}")
+    work.config.check(cuboid, work.batch, work.seq)
+    fork = get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+    child = fork.Process(target=_play, args=(work, cuboid, choice, rank, theirs))
+    child.start()
+    theirs.close()  # so that a child that dies ends the wait
+    try:
+        found: Counted = ours.recv()
+    except EOFError:
+        raise RankError(f"the dry run of rank {rank} of {cuboid} ended without an answer") from None
+    finally:
+        child.join()
+    return found
+
+
+def _play(work: Work, cuboid: Cuboid, choice: Choice, rank: int, answer: Connection) -> None:
+    dist.init_process_group("fake", rank=rank, world_size=cuboid.ranks, store=FakeStore())
+    mesh = Mesh(cuboid, rank)
+    with FakeTensorMode():
+        parallel = CuboidParallel(work.config, mesh, choice.policy, COMPUTE[work.precision], choice.schedule)
+        model = Transformer(parallel, recompute=choice.recompute)
+        place = parallel.place(work.batch, work.seq)
+        ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
+        with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
+            model(ids, ids, place).backward()
+        model.zero_grad()
+        mesh.ledger.reset()
+        with count_flops() as flops:
+            with saved_for_backward(model) as saved:
+                loss = model(ids, ids, place)
+            kept = saved.bytes
+            loss.backward()
+        parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    total = flops.get_total_flops()
+    answer.send(Counted(mesh.ledger.counts(), total, parameters, kept, memory.peak + 2 * parameters))
+
+
+def compare(counted: Counted, plan: Plan, work: Work) -> list[Comparison]:
+    """What was counted on rank 0 against the plan."""
+    cost = plan.cost(work)
+    planned, found = cost.counts(), []
+    for axis in sorted(counted.counts.keys() | planned.keys()):
+        for kind in sorted(counted.counts.get(axis, {}).keys() | planned.get(axis, {}).keys()):
+            ours, theirs = (table.get(axis, {}).get(kind, (0, 0)) for table in (counted.counts, planned))
+            found += [
+                Comparison(f"{axis} {kind}, {what}", a, b, True)
+                for what, a, b in zip(("calls", "bytes"), ours, theirs, strict=True)
+            ]
+    found.append(Comparison("FLOPs", counted.flops, cost.flops, True))
+    found.append(Comparison("bytes of parameters", counted.parameters, plan.memory["parameters"], True))
+    found.append(Comparison("bytes saved for backward", counted.saved, cost.saved, True))
+    found.append(Comparison("bytes at the peak", counted.peak, peak_without_sending(plan, work), False))
+    return found
+
+
+def peak_without_sending(plan: Plan, work: Work) -> int:
+    sizes = Sizes(work.config, [plan.cuboid], plan.hardware.node, work.batch, work.seq)
+    saved = np.array([plan.cost(work).saved])
+    return int(memory(plan.hardware, work, sizes, plan.choice, saved, holds=False).peak[0])

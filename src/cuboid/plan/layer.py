@@ -1,0 +1,271 @@
+"""One layer as a rank plays it, forward and backward: the order of nn.py and product.py, on a `Tape`.
+
+A block is a generator that yields between launching a collective and needing it; backward is the forward's schedule in
+reverse. Elementwise operations are counted as PyTorch runs them one by one: reads plus writes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuboid.comm import Pause, Steps, run
+from cuboid.config import ModelConfig
+from cuboid.model import Recompute
+from cuboid.parallel.cuboid import Policy
+from cuboid.plan.sizes import Sizes, added
+from cuboid.plan.tape import Tape
+from cuboid.plan.time import Array, Prices
+from cuboid.schedule import PREFETCH, Schedule
+
+STORED = 4  # bytes of a parameter at rest, whatever products are computed in
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+#: How often an operand is read or written in all, elementwise operation by elementwise operation.
+NORM, NORM_BACKWARD = {True: 9, False: 7}, {True: 27, False: 20}  # LayerNorm, RMSNorm
+NONLINEAR, NONLINEAR_BACKWARD = {True: 5, False: 2}, {True: 22, False: 3}  # SwiGLU, GELU
+ROTATE = 9
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a plan chooses besides the cuboid."""
+
+    recompute: Recompute = "none"
+    policy: Policy = Policy()
+    schedule: Schedule = PREFETCH
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes."""
+
+    config: ModelConfig
+    batch: int  # sequences of a forward and backward
+    seq: int
+    precision: str = "bf16"
+    micro_batches: int = 1  # in a step, each of `batch` sequences
+
+    def __post_init__(self) -> None:
+        if self.precision not in ITEMSIZE:
+            raise ValueError(f"precision {self.precision!r} is not one of {', '.join(ITEMSIZE)}")
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.micro_batches * self.seq
+
+
+@dataclass(frozen=True)
+class Out:
+    """Outputs that travel in one reduce-scatter."""
+
+    ns: Sequence[Array]
+    blocks: Array | int = 1  # pieces that a product is written in
+
+    @property
+    def n(self) -> Array:
+        return added(self.ns)
+
+
+class Layer:
+    """`b` sequences and `m` tokens of the x-slice are those at hand: all, or a part's."""
+
+    def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool) -> None:
+        self.hw, self.c, self.sizes, self.precision = prices.hw, work.config, sizes, work.precision
+        self.e = ITEMSIZE[work.precision]
+        self.wide, self.choice = max(self.e, 4), choice
+        self.tape = Tape(prices, overlap)
+        self.retain = choice.policy.activations == "retain"
+        self.b, self.m = sizes.b, sizes.m
+        self.saving = True
+
+    def rows(self) -> Array:
+        """Of the residual stream."""
+        return self.m // self.sizes.y
+
+    def save(self, size: Array) -> None:
+        if self.saving:
+            self.tape.saved = self.tape.saved + size
+
+    # Products
+
+    def multiply(self, out: Out, k: Array, k_blocks: Array | int, equation: int) -> None:
+        """(1), (2) or (3) of product.py for each weight of an output, in blocks of n and k as it is run."""
+        m, k_i = self.m, k / k_blocks
+        for n in out.ns:
+            n_j = n / out.blocks
+            sides = {1: (m, n_j, k_i), 2: (m, k_i, n_j), 3: (n_j, k_i, m)}[equation]
+            seconds = out.blocks * k_blocks * self.tape.prices.product(*sides)
+            self.tape.compute("products", seconds * (n > 0))
+            self.tape.flops = self.tape.flops + 2 * m * n * k
+
+    def product(self, k: Array, outs: Sequence[Out], k_axis: str, n_axis: str, k_blocks: Array | int = 1) -> Steps:
+        t = self.tape
+        X = t.launch(n_axis, "all_gather", self.m * k)
+        yield Pause()
+        t.wait(X)
+        self.save(self.m * k * self.e // (1 if self.retain else self.sizes.axes[n_axis]))
+        Ys = []
+        for out in outs:
+            self.multiply(out, k, k_blocks, 1)
+            Ys.append(t.launch(k_axis, "reduce_scatter", self.m * out.n))
+        yield Pause()
+        for out, Y in zip(outs, Ys, strict=True):
+            t.wait(Y)
+            t.stream("elementwise", 2 * bool(self.c.bias) * self.m * out.n // self.sizes.axes[k_axis] * self.e)
+
+    def product_backward(
+        self, k: Array, outs: Sequence[Out], k_axis: str, n_axis: str, k_blocks: Array | int = 1
+    ) -> Steps:
+        t = self.tape
+        dYs = [t.launch(k_axis, "all_gather", self.m * out.n) for out in outs]
+        yield Pause()
+        X = None if self.retain else t.launch(n_axis, "all_gather", self.m * k)
+        for dY in dYs:
+            t.wait(dY)
+        for out in outs:
+            self.multiply(out, k, k_blocks, 2)
+        dX = t.launch(n_axis, "reduce_scatter", self.m * k)
+        if X is not None:
+            t.wait(X)
+        for out in outs:
+            self.multiply(out, k, k_blocks, 3)
+            t.stream("elementwise", bool(self.c.bias) * self.m * out.n * self.e)
+        yield Pause()
+        t.wait(dX)
+
+    def qkv(self) -> tuple[Array, list[Out], str, str]:
+        """All three travel together by heads, or keys and values apart by tokens where they have too few heads."""
+        s = self.sizes
+        return s.d, [Out([s.q, *[s.kv * ~s.few] * 2], s.z), Out([s.kv * s.few] * 2)], "z", "y"
+
+    def up(self) -> tuple[Array, list[Out], str, str]:
+        return self.sizes.d, [Out([self.sizes.f] * (2 if self.c.gated else 1))], "z", "y"
+
+    def out(self) -> tuple[Array, list[Out], str, str, Array]:
+        return self.sizes.q, [Out([self.sizes.d])], "y", "z", self.sizes.z
+
+    def down(self) -> tuple[Array, list[Out], str, str]:
+        return self.sizes.f, [Out([self.sizes.d])], "y", "z"
+
+    # A block
+
+    def block(self) -> Steps:
+        s, residual = self.sizes, self.rows() * self.sizes.d * self.e
+        yield from self.norm()
+        yield from self.product(*self.qkv())
+        if self.choice.recompute == "selective":
+            self.save(self.m * (s.q + 2 * s.kv) // s.z * self.e)
+            saving, self.saving = self.saving, False
+            run(self.attend())
+            self.saving = saving
+        else:
+            yield from self.attend()
+        yield from self.product(*self.out())
+        self.tape.stream("elementwise", 3 * residual)
+        yield from self.norm()
+        yield from self.product(*self.up())
+        self.nonlinear(NONLINEAR)
+        self.save(self.m // s.z * s.f * (2 if self.c.gated else 1) * self.e)
+        yield from self.product(*self.down())
+        self.tape.stream("elementwise", 3 * residual)
+
+    def block_backward(self) -> Steps:
+        residual = self.rows() * self.sizes.d * self.e
+        yield from self.product_backward(*self.down())
+        self.nonlinear(NONLINEAR_BACKWARD)
+        yield from self.product_backward(*self.up())
+        yield from self.norm_backward()
+        self.tape.stream("elementwise", 3 * residual)
+        yield from self.product_backward(*self.out())
+        if self.choice.recompute == "selective":
+            saving, self.saving = self.saving, False
+            run(self.attend())
+            self.saving = saving
+        yield from self.attend_backward()
+        yield from self.product_backward(*self.qkv())
+        yield from self.norm_backward()
+        self.tape.stream("elementwise", 3 * residual)
+
+    def nonlinear(self, passes: dict[bool, int]) -> None:
+        size = self.m // self.sizes.z * self.sizes.f * self.e
+        self.tape.stream("elementwise", passes[self.c.gated] * size, passes[self.c.gated] // 2)
+
+    def norm(self) -> Steps:
+        rows, centred = self.rows(), self.c.norm_bias
+        size = rows * self.sizes.d * self.wide
+        self.tape.stream("elementwise", (1 if centred else 3) * size, 3)
+        if centred:
+            flight = self.tape.launch("z", "all_gather", 2 * rows * self.sizes.z, itemsize=self.wide)
+        else:
+            flight = self.tape.launch("z", "all_reduce", rows, itemsize=self.wide)
+        yield Pause()
+        self.tape.wait(flight)
+        self.tape.stream("elementwise", (NORM[centred] - (1 if centred else 3)) * size, 6)
+        self.save(rows * self.sizes.d * self.e + rows * (1 + centred) * self.wide)
+
+    def norm_backward(self) -> Steps:
+        rows, centred = self.rows(), self.c.norm_bias
+        size = rows * self.sizes.d * self.wide
+        self.tape.stream("elementwise", (NORM_BACKWARD[centred] - 7) * size, 12)
+        flight = self.tape.launch("z", "all_reduce", rows * (1 + centred), itemsize=self.wide)
+        yield Pause()
+        self.tape.wait(flight)
+        self.tape.stream("elementwise", 7 * size, 3)
+
+    # Attention
+
+    def pair(self, axis: str, whole: Array, back: bool) -> Steps:
+        flight = self.tape.launch(axis, "reduce_scatter" if back else "all_gather", whole)
+        yield Pause()
+        self.tape.wait(flight)
+
+    def gathers(self) -> list[tuple[str, Array]]:
+        """Of keys and values, where there are fewer heads than y·z or x cuts the sequence."""
+        s, c = self.sizes, self.c
+        apart = s.few & (c.kv_heads % s.y != 0)
+        kv = np.where(apart, c.kv_dim, s.kv)
+        keys = self.m * 2 * s.picked * c.head_dim * s.context * (s.context > 1)
+        over_y = self.m // s.z * 2 * s.kv * s.y * apart
+        return [("y", over_y), ("z", self.m * 2 * kv * s.few), ("x/context", keys)]
+
+    def scores(self) -> tuple[Array, Array]:
+        """Of queries and keys: counted as is the custom, and those not masked."""
+        s = self.sizes
+        piece = s.s // 2
+        cut = s.context > 1
+        counted = np.where(cut, piece * piece * (2 * s.context + 1), s.s * s.s)
+        return counted, counted - np.where(cut, piece * piece, s.s * s.s // 2)
+
+    def attention_seconds(self, backward: bool) -> None:
+        s, e = self.sizes, self.c.head_dim
+        counted, seen = self.scores()
+        flops = 10 if backward else 4
+        rate = self.hw.rate[self.precision] * self.hw.attention[backward]
+        self.tape.compute("attention", flops * self.b * s.heads * seen * e / rate + self.hw.launch)
+        self.tape.flops = self.tape.flops + flops * self.b * s.heads * counted * e
+
+    def attend(self) -> Steps:
+        s, c, m = self.sizes, self.c, self.m
+        for axis, whole in self.gathers()[:2]:
+            yield from self.pair(axis, whole, back=False)
+        outputs = m * s.heads * c.head_dim
+        keys = m * 2 * s.picked * c.head_dim
+        if c.rotary:
+            self.tape.stream("elementwise", ROTATE * (outputs + keys // 2) * self.wide + keys * self.e, 12)
+        yield from self.pair(*self.gathers()[2], back=False)
+        self.attention_seconds(backward=False)
+        cut = s.context > 1
+        masks = 2 * s.context * (s.s // 2) ** 2  # of the piece that looks back at all others
+        saved = outputs + keys * s.context + np.where(cut, outputs + masks, 0)  # outputs before the pieces are joined
+        saved = saved + np.where(~cut & (s.z > 1) & self.retain, outputs, 0)
+        self.save(saved * self.e + m * s.heads * self.wide)
+
+    def attend_backward(self) -> Steps:
+        s, c, m = self.sizes, self.c, self.m
+        self.attention_seconds(backward=True)
+        yield from self.pair(*self.gathers()[2], back=True)
+        if c.rotary:
+            self.tape.stream("elementwise", ROTATE * m * (s.heads + s.picked) * c.head_dim * self.wide, 12)
+        for axis, whole in reversed(self.gathers()[:2]):
+            yield from self.pair(axis, whole, back=True)

@@ -1,0 +1,138 @@
+"""What the first rank of each candidate holds: the sizes of ARCHITECTURE.md's table, as arrays over candidates.
+
+The first rank has the largest parts: uneven cuts leave the last ones short.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuboid.config import ModelConfig
+from cuboid.head import chunk_rows
+from cuboid.mesh import AXES, Cuboid
+from cuboid.plan.time import Array, Group
+
+
+def ceil_div(n: Array | int, parts: Array | int) -> Array:
+    return np.asarray(-(-n // parts))
+
+
+def added(arrays: Iterable[Array]) -> Array:
+    """Their sum, candidate by candidate."""
+    return np.asarray(sum(arrays))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter [n, k] as a rank holds it once gathered over x, and the rows of its shard."""
+
+    n: Array
+    k: Array
+    shard: Array  # elements
+    vector: bool
+
+
+class Sizes:
+    def __init__(self, config: ModelConfig, cuboids: Sequence[Cuboid], node: int, batch: int, seq: int) -> None:
+        c = self.c = config
+        self.cuboids = cuboids
+        self.data, self.x, self.y, self.z = (
+            np.array([getattr(each, axis) for each in cuboids], dtype=np.int64) for axis in AXES
+        )
+        self.axes = {"data": self.data, "x": self.x, "y": self.y, "z": self.z}
+        samples = batch // self.data
+        self.context = self.x // np.gcd(samples, self.x)
+        self.b = samples // np.gcd(samples, self.x)
+        unit = np.lcm(np.lcm(self.y, self.z), np.where(self.context > 1, 2, 1)) * self.context
+        self.s = ceil_div(seq, unit) * unit // self.context
+        self.d = c.hidden // self.z
+        self.q = c.q_dim // self.y
+        self.kv = ceil_div(c.kv_dim, self.y)
+        self.f = ceil_div(c.ffn, self.y)
+        self.vocab = ceil_div(c.vocab, self.y)
+        self.few = c.kv_heads % (self.y * self.z) != 0
+        self.heads = c.heads // (self.y * self.z)
+        self.picked = np.array([_picked(c, each) for each in cuboids], dtype=np.int64)
+        self.groups = groups(cuboids, self.context, node)
+        self._chunks: dict[int, Array] = {}
+
+    @property
+    def m(self) -> Array:
+        return self.s * self.b
+
+    def weight(self, n: int, k: int, n_axis: str, k_axis: str | None) -> Weight:
+        rows = ceil_div(n, self.axes[n_axis])
+        columns = np.ones_like(rows) if k_axis is None else ceil_div(k, self.axes[k_axis])
+        return Weight(rows, columns, ceil_div(rows, self.x) * columns, k_axis is None)
+
+    def norm_weights(self, count: int) -> list[Weight]:
+        return [self.weight(self.c.hidden, 1, "z", None)] * (count * (1 + self.c.norm_bias))
+
+    def block_weights(self) -> list[Weight]:
+        c, ups = self.c, 2 if self.c.gated else 1
+        into = [(n, c.hidden, "y", "z") for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * ups)]
+        matrices = [*into, (c.hidden, c.q_dim, "z", "y"), (c.hidden, c.ffn, "z", "y")]
+        found = [self.weight(*each) for each in matrices]
+        biases = matrices[:3] * bool(c.qkv_bias) + matrices[3:] * bool(c.bias)
+        found += [self.weight(n, 1, axis, None) for n, _, axis, _ in biases]
+        return found + self.norm_weights(2)
+
+    def tables(self) -> list[Weight]:
+        """The embedding, and learned positions."""
+        rows = [self.c.vocab] + ([] if self.c.rotary else [self.c.context])
+        return [self.weight(n, self.c.hidden, "y", "z") for n in rows]
+
+    def head_weight(self) -> Weight:
+        return self.weight(self.c.vocab, self.c.hidden, "y", "z")
+
+    def chunk(self, limit: int) -> Array:
+        """Rows of the sequence that the head takes at a time."""
+        if limit in self._chunks:
+            return self._chunks[limit]
+        rows = self.b * ceil_div(self.c.vocab, self.y)
+        known: dict[tuple[int, int, int], int] = {}
+        found = np.empty_like(self.s)
+        for i, key in enumerate(zip(self.s.tolist(), self.z.tolist(), rows.tolist(), strict=True)):
+            if key not in known:
+                known[key] = chunk_rows(*key, limit)
+            found[i] = known[key]
+        self._chunks[limit] = found
+        return found
+
+    @property
+    def parameters(self) -> Array:
+        """Elements of this rank's shards."""
+        weights = [*self.tables(), *self.norm_weights(1)] + ([] if self.c.tied else [self.head_weight()])
+        return added(w.shard for w in weights) + self.c.layers * added(w.shard for w in self.block_weights())
+
+
+def groups(cuboids: Sequence[Cuboid], context: Array, node: int) -> dict[str, Group]:
+    """Of each axis, of the neighbours on x that share a sequence, and of all ranks. Members of a group are a stride
+    apart: the product of the axes that run faster over ranks."""
+    sizes = {axis: np.array([getattr(each, axis) for each in cuboids], dtype=np.int64) for axis in AXES}
+    strides = {axis: np.empty(len(cuboids), dtype=np.int64) for axis in AXES}
+    for i, each in enumerate(cuboids):
+        stride = 1
+        for axis in reversed(each.order):
+            strides[axis][i] = stride
+            stride *= getattr(each, axis)
+    found = {}
+    for axis, size in sizes.items():
+        found[axis] = Group(size, np.clip(node // strides[axis], 1, size))
+    found["x/context"] = Group(context, np.clip(node // strides["x"], 1, context))
+    world = np.array([each.ranks for each in cuboids], dtype=np.int64)
+    found["world"] = Group(world, np.minimum(world, node))
+    return found
+
+
+def _picked(config: ModelConfig, cuboid: Cuboid) -> int:
+    """How many heads of keys the first rank's queries need, or one each where the need is uneven."""
+    parts = cuboid.y * cuboid.z
+    if config.kv_heads % parts == 0:
+        return config.kv_heads // parts
+    heads = config.heads // parts
+    need = [h * config.kv_heads // config.heads for h in range(heads)]
+    each = sorted(set(need))
+    even = [head for head in each for _ in range(heads // len(each))] == need
+    return len(each) if even else heads

@@ -1,0 +1,202 @@
+"""A training step as one rank plays it: the model's own order of products, launches and waits, on a `Tape`.
+
+Layer after layer as model.py runs them, with weights.py's gathers ahead of them and reductions behind. The parts of a
+batch are stepped in turn, all candidates alike; the model's `in_step` goes by each one's sizes and hides a little more.
+Bytes, calls, FLOPs and saved activations add up to cost/cuboid.py's; the tests hold them to it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+
+import numpy as np
+
+from cuboid.comm import Pause, Steps, run
+from cuboid.plan.hardware import Hardware
+from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Layer, Work
+from cuboid.plan.sizes import Sizes, Weight, added
+from cuboid.plan.tape import Flight, Totals
+from cuboid.plan.time import Array, Prices
+from cuboid.weights import MOST_IN_FLIGHT
+
+STEADY = 4  # layers after which every further one takes as long as the last
+LOSS, OPTIMIZER = 14, 12  # how often a logit, a parameter is read or written
+
+
+def step_totals(
+    prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool = True, update: bool = True
+) -> Totals:
+    """Of a forward and backward of every candidate, and of the optimizer's update unless told not to."""
+    layers = work.config.layers
+    if layers <= STEADY:
+        return _Step(prices, work, sizes, choice, layers, overlap, update).tape.totals()
+    shallow, deep = (_Step(prices, work, sizes, choice, n, overlap, update).tape.totals() for n in (STEADY - 1, STEADY))
+    return deep.plus(deep, layers - STEADY, without=shallow)  # each further layer adds what the last one added
+
+
+def prices_of(hw: Hardware, work: Work, sizes: Sizes) -> Prices:
+    if work.precision not in hw.rate:
+        raise ValueError(f"hardware {hw.name!r} has no figures for {work.precision}; it has {', '.join(hw.rate)}")
+    return Prices(hw, work.precision, ITEMSIZE[work.precision], sizes.groups)
+
+
+class _Step(Layer):
+    def __init__(
+        self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, layers: int, overlap: bool, update: bool
+    ) -> None:
+        super().__init__(prices, work, sizes, choice, overlap)
+        self.layers = layers
+        self.kept = choice.policy.weights == "retain"
+        self.parts = choice.schedule.parts
+        self._in_flight: deque[Flight] = deque()
+        self._gathers: dict[int, Flight] = {}  # of layers, on their way; the final norm is the last
+        self._buckets = [sizes.block_weights()] * layers + [sizes.norm_weights(1)]
+        self.forward()
+        self.backward()
+        if update:
+            self.update()
+
+    # The step
+
+    def forward(self) -> None:
+        for table in self.sizes.tables():
+            self.whole(self.gather([table]), [table])
+        self.play(self.lookup)
+        for i in range(self.layers):
+            self.prefetch(i)
+            self.arrive(i)
+            if self.choice.recompute == "full":
+                self.save(self.rows() * self.sizes.d * self.e)  # the block's input
+                self.saving = False
+            self.play(self.block)
+            self.saving = True
+        self.prefetch(self.layers)
+        classifier = [] if self.c.tied and self.kept else [self.sizes.head_weight()]
+        flight = self.gather(classifier) if classifier else None
+        self.arrive(self.layers)
+        run(self.norm())
+        if flight is not None:
+            self.whole(flight, classifier)
+        self.head()
+
+    def backward(self) -> None:
+        s, t = self.sizes, self.tape
+        t.stream("head", 3 * self.rows() * s.d * self.e, 2)
+        self.again(self.layers)
+        self.again(self.layers - 1)
+        self.arrive(self.layers, backward=True)
+        run(self.norm_backward())
+        self.reduce(self._buckets[self.layers])
+        for i in reversed(range(self.layers)):
+            self.arrive(i, backward=True)
+            if self.choice.recompute == "full":
+                self.saving = False
+                self.play(self.block)
+                self.saving = True
+            self.again(i - 1)
+            self.play(self.block_backward)
+            self.reduce(self._buckets[i])
+        self.play(self.lookup_backward)
+        for table in s.tables():
+            self.reduce([table])
+        while self._in_flight:
+            t.wait(self._in_flight.popleft())
+        vectors = (2 * self.layers + 1) * (1 + self.c.norm_bias)
+        t.wait(t.launch("y", "all_reduce", vectors * -(-s.d // s.x), itemsize=STORED))
+        t.wait(t.launch("data", "all_reduce", self.parameters(), itemsize=STORED))
+
+    def update(self) -> None:
+        """Clipping and AdamW."""
+        self.tape.wait(self.tape.launch("world", "all_reduce", np.full_like(self.b, 2), itemsize=8))
+        self.tape.stream("optimizer", OPTIMIZER * self.parameters() * STORED, 4 + 2 * self.layers)
+
+    def play(self, steps: Callable[[], Steps]) -> None:
+        """With the whole batch, or with its parts in turn."""
+        whole = self.b, self.m
+        self.b, self.m = self.b // self.parts, self.m // self.parts
+        for _ in zip_longest(*(steps() for _ in range(self.parts))):
+            pass
+        self.b, self.m = whole
+
+    def parameters(self) -> Array:
+        s = self.sizes
+        ends = [*s.tables(), *s.norm_weights(1)] + ([] if self.c.tied else [s.head_weight()])
+        return added(w.shard for w in ends) + self.layers * added(w.shard for w in s.block_weights())
+
+    # Weights: shards -> whole -> gradients -> shards
+
+    def gather(self, weights: Sequence[Weight]) -> Flight:
+        shard = sum(w.shard for w in weights)
+        self.tape.stream("weights", 3 * shard * self.e * (self.sizes.x > 1), 1 + len(weights))
+        return self.tape.launch("x", "all_gather", shard * self.sizes.x)
+
+    def whole(self, flight: Flight, weights: Sequence[Weight]) -> None:
+        self.tape.wait(flight)
+        size, moved = sum(w.n * w.k for w in weights), (self.sizes.x > 1) | (self.e < STORED)
+        self.tape.stream("weights", 2 * size * self.e * moved, len(weights))
+
+    def prefetch(self, i: int) -> None:
+        """The weights of layer i and of the next, in forward."""
+        for layer in (i, i + 1) if self.choice.schedule.prefetch else (i,):
+            if layer <= self.layers and layer not in self._gathers:
+                self._gathers[layer] = self.gather(self._buckets[layer])
+
+    def again(self, i: int) -> None:
+        """The weights of layer i on their way, in backward."""
+        if i >= 0 and not self.kept and i not in self._gathers:
+            self._gathers[i] = self.gather(self._buckets[i])
+
+    def arrive(self, i: int, backward: bool = False) -> None:
+        if backward:
+            self.again(i)
+        if i in self._gathers:
+            self.whole(self._gathers[i], self._buckets[i])
+            if not backward:
+                del self._gathers[i]
+
+    def reduce(self, weights: Sequence[Weight]) -> None:
+        """Launch the sum over x of the gradients; no more than a few layers' are on their way."""
+        size = sum(w.shard for w in weights) * self.sizes.x
+        self.tape.stream("weights", 3 * size * self.e * (self.sizes.x > 1), 2 * len(weights))
+        self._in_flight.append(self.tape.launch("x", "reduce_scatter", size))
+        if len(self._in_flight) > MOST_IN_FLIGHT:
+            self.tape.wait(self._in_flight.popleft())
+
+    # Both ends
+
+    def lookup(self) -> Steps:
+        size = self.m * self.sizes.d * self.e
+        self.tape.stream("ends", (4 if self.c.rotary else 10) * size, 6)
+        flight = self.tape.launch("y", "reduce_scatter", self.m * self.sizes.d)
+        yield Pause()
+        self.tape.wait(flight)
+
+    def lookup_backward(self) -> Steps:
+        flight = self.tape.launch("y", "all_gather", self.m * self.sizes.d)
+        yield Pause()
+        self.tape.wait(flight)
+        tables = sum(w.n * w.k for w in self.sizes.tables())
+        self.tape.stream("ends", 4 * self.m * self.sizes.d * self.wide + 3 * tables * self.wide, 6)
+
+    def head(self) -> None:
+        s, t = self.sizes, self.tape
+        chunk = s.chunk(self.choice.policy.head_elements)
+        chunks, rows = s.s // chunk, chunk * self.b
+        X = t.launch("y", "all_gather", self.m * s.d)
+        t.wait(X)
+        seconds = t.prices.product(rows, s.vocab, s.d)
+        t.compute("head", chunks * seconds)
+        t.wait(t.launch("z", "reduce_scatter", rows * s.vocab, times=chunks))
+        t.stream("head", LOSS * self.m // s.z * s.vocab * self.wide, 12)
+        t.wait(t.launch("y", "all_gather", 4 * rows // s.z * s.y, times=chunks, itemsize=self.wide))
+        t.wait(t.launch("z", "all_gather", rows * s.vocab, times=chunks))
+        t.compute("head", 2 * chunks * seconds)
+        t.stream("head", 3 * s.vocab * s.d * self.wide * (1 + chunks * (self.e < 4)), 2)
+        dX = t.launch("y", "reduce_scatter", self.m * s.d)
+        dW = t.launch("x", "reduce_scatter", s.head_weight().shard * s.x)
+        for axis in ("x", "z", "data"):
+            t.wait(t.launch(axis, "all_reduce", np.full_like(self.m, 2), itemsize=self.wide))
+        t.wait(dX)
+        t.wait(dW)
+        t.flops = t.flops + 3 * 2 * self.m * s.d * s.vocab
+        self.save(self.m // s.y * s.d * self.e + s.head_weight().shard * STORED + self.wide)  # dX, dW and the count

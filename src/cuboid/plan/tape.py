@@ -1,0 +1,138 @@
+"""A schedule played on a clock: compute, launches and waits of one rank, for all candidates at once.
+
+Compute goes on while collectives are in flight, at 1 − slowdown of its speed. A wire carries one collective after the
+other: one wire joins the devices of a node, one its nodes. With c the seconds of an operation and u those until the
+last collective under way has landed, the operation takes
+
+    min( c / (1 − slowdown),  c + slowdown · u )
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cuboid.plan.time import Array, Prices
+
+
+@dataclass
+class Flight:
+    axis: str
+    lands: Array
+    summing: Array | None  # seconds, once it has landed
+
+
+@dataclass
+class Totals:
+    """What a tape has added up."""
+
+    seconds: Array
+    flops: Array
+    saved: Array  # bytes
+    compute: dict[str, Array] = field(default_factory=dict)  # seconds by kind of work
+    exposed: dict[str, Array] = field(default_factory=dict)  # seconds waited by axis
+    in_flight: dict[str, Array] = field(default_factory=dict)  # seconds by axis, were it alone
+    calls: dict[tuple[str, str], Array] = field(default_factory=dict)
+    sent: dict[tuple[str, str], Array] = field(default_factory=dict)  # bytes
+
+    def plus(self, other: "Totals", times: int, without: "Totals | None" = None) -> "Totals":
+        """With another's totals added so many times, less those of a third."""
+
+        def line(here: Array, more: Array, less: Array | float) -> Array:
+            return here + times * (more - less)
+
+        def lines(name: str) -> dict:
+            here, more = getattr(self, name), getattr(other, name)
+            less = {} if without is None else getattr(without, name)
+            return {key: line(value, more.get(key, 0), less.get(key, 0)) for key, value in here.items()}
+
+        zero = Totals(0.0, 0, 0) if without is None else without  # type: ignore[arg-type]
+        names = ("compute", "exposed", "in_flight", "calls", "sent")
+        return Totals(
+            line(self.seconds, other.seconds, zero.seconds),
+            line(self.flops, other.flops, zero.flops),
+            self.saved if without is None else line(self.saved, other.saved, zero.saved),
+            *(lines(name) for name in names),
+        )
+
+
+class Tape:
+    def __init__(self, prices: Prices, overlap: bool = True) -> None:
+        self.prices, self.hw, self.overlap = prices, prices.hw, overlap
+        groups = prices.groups
+        count = len(groups["x"].size)
+        self.now = np.zeros(count)
+        self._free = [np.zeros(count), np.zeros(count)]  # when the wire inside nodes and the one across are
+        self._wide = {axis: group.inside < group.size for axis, group in groups.items()}
+        self.flops = np.zeros(count, dtype=np.int64)
+        self.saved = np.zeros(count, dtype=np.int64)
+        self._compute: dict[str, Array] = {}
+        self._exposed = {axis: np.zeros(count) for axis in groups}
+        self._in_flight = {axis: np.zeros(count) for axis in groups}
+        self._calls: dict[tuple[str, str], Array] = defaultdict(lambda: np.zeros(count, dtype=np.int64))
+        self._sent: dict[tuple[str, str], Array] = defaultdict(lambda: np.zeros(count, dtype=np.int64))
+
+    def compute(self, kind: str, seconds: Array) -> None:
+        until = np.maximum(np.maximum(*self._free) - self.now, 0.0)
+        slow = self.hw.slowdown
+        took = seconds + slow * until
+        if slow < 1:
+            took = np.minimum(took, seconds / (1 - slow))
+        self.now = self.now + took
+        self._compute[kind] = self._compute.get(kind, 0.0) + took
+
+    def stream(self, kind: str, size: Array, operations: int = 1) -> None:
+        """An elementwise operation that reads and writes so many bytes."""
+        self.compute(kind, size / self.hw.stream + operations * self.hw.launch * (size > 0))
+
+    def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Flight:
+        """Of `whole` elements, `times` after one another. A group of its own is named axis/what."""
+        fare, name = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize), axis.split("/")[0]
+        seconds = times * fare.seconds
+        self._calls[name, kind] = self._calls[name, kind] + times * fare.used
+        self._sent[name, kind] = self._sent[name, kind] + times * fare.sent
+        self._in_flight[axis] = self._in_flight[axis] + seconds
+        if self.hw.one_wire:
+            lands = np.maximum(self.now, self._free[0]) + seconds
+            self._free[0] = np.where(fare.used, lands, self._free[0])
+        else:
+            wide = self._wide[axis]
+            lands = np.maximum(self.now, np.where(wide, self._free[1], self._free[0])) + seconds
+            self._free[0] = np.where(fare.used & ~wide, lands, self._free[0])
+            self._free[1] = np.where(fare.used & wide, lands, self._free[1])
+        summing = None if fare.summing is None else times * fare.summing
+        flight = Flight(axis, np.where(fare.used, lands, self.now), summing)
+        if not self.overlap:
+            self._land(flight)
+        return flight
+
+    def wait(self, flight: Flight) -> None:
+        self._land(flight)
+        if flight.summing is not None:
+            self.compute("sums of reduce-scatters", flight.summing)
+
+    def _land(self, flight: Flight) -> None:
+        late = np.maximum(flight.lands - self.now, 0.0)
+        self._exposed[flight.axis] = self._exposed[flight.axis] + late
+        self.now = self.now + late
+
+    def totals(self) -> Totals:
+        return Totals(
+            self.now,
+            self.flops,
+            self.saved,
+            dict(self._compute),
+            _by_axis(self._exposed),
+            _by_axis(self._in_flight),
+            dict(self._calls),
+            dict(self._sent),
+        )
+
+
+def _by_axis(values: dict[str, Array]) -> dict[str, Array]:
+    """Of an axis and its parts together."""
+    found: dict[str, Array] = {}
+    for name, value in values.items():
+        axis = name.split("/")[0]
+        found[axis] = found.get(axis, 0.0) + value
+    return found

@@ -1,0 +1,301 @@
+"""The planner: its schedule adds up to the formulas, its memory and dry runs to what really happens."""
+
+import json
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cuboid.config import ModelConfig
+from cuboid.cost.cuboid import step_cost
+from cuboid.launch import World
+from cuboid.measure import Memory
+from cuboid.mesh import Cuboid, Mesh, factorisations
+from cuboid.model import Transformer
+from cuboid.parallel.cuboid import CuboidParallel, Policy
+from cuboid.plan import hardware
+from cuboid.plan.check import check
+from cuboid.plan.dry import compare, dry_run
+from cuboid.plan.explain import nothing_fits, why
+from cuboid.plan.hardware import PRESETS, Link, every_kind
+from cuboid.plan.layer import ITEMSIZE, Choice, Work
+from cuboid.plan.published import published
+from cuboid.plan.search import orders, predict, rank, shapes
+from cuboid.plan.sizes import Sizes
+from cuboid.plan.source import model
+from cuboid.plan.step import STEADY, prices_of, step_totals
+from cuboid.plan.tape import Tape
+from cuboid.plan.time import Group, Prices, collective_seconds
+from cuboid.presets import PRESETS as MODELS
+from cuboid.schedule import Schedule
+
+PARTS = Schedule(parts=2)
+GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=24, vocab=37, context=16, ffn=40)
+LLAMA = ModelConfig(
+    "llama", layers=STEADY + 2, hidden=24, heads=24, kv_heads=4, vocab=41, context=16, ffn=36, head_dim=2
+)
+CPU, A100, H100 = (PRESETS[name] for name in ("cpu", "a100-hdr", "h100-ndr"))
+
+#: Batch, precision and choice, in turn over the cuboids.
+OPTIONS = [
+    (12, "fp32", Choice("none", Policy(head_elements=64))),
+    (2, "bf16", Choice("selective", Policy("retain"))),
+    (4, "bf16", Choice("full", Policy("regather", "retain"))),
+    (24, "fp32", Choice("full", Policy("retain", "retain", 64), PARTS)),
+    (48, "bf16", Choice("none", Policy(), PARTS)),
+]
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA, LLAMA.replace(kv_heads=24, tied=True)], ids=["gpt2", "few", "tied"])
+def test_the_schedule_adds_up_to_the_formulas(config: ModelConfig) -> None:
+    """Calls and bytes of every axis and collective, FLOPs, saved activations, parameters: to the last byte."""
+    cuboids = [replace(k, data=data) for ranks in (1, 6, 12) for k in factorisations(ranks) for data in (1, 2)]
+    for cuboid, (batch, precision, choice) in zip(cuboids, cycle(OPTIONS), strict=False):
+        if config.heads % (cuboid.y * cuboid.z) or config.hidden % cuboid.z:
+            continue
+        sizes = Sizes(config, [cuboid], 8, batch, 13)
+        if sizes.b[0] % choice.schedule.parts:
+            continue
+        work = Work(config, batch, 13, precision)
+        totals = step_totals(prices_of(A100, work, sizes), work, sizes, choice)
+        at, itemsize = cuboid.coordinates(0), ITEMSIZE[precision]
+        cost = step_cost(config, cuboid, at, batch, 13, choice.policy, choice.recompute, 4, itemsize, choice.schedule)
+        counts = {
+            key: [int(calls[0]), int(totals.sent[key][0])]
+            for key, calls in totals.calls.items()
+            if calls[0] and key[0] != "world"  # the norm's, which is the optimizer's
+        }
+        assert counts == dict(cost.traffic), cuboid
+        assert (int(totals.flops[0]), int(totals.saved[0])) == (cost.flops, cost.saved), cuboid
+        assert int(sizes.parameters[0]) * 4 == cost.parameters
+
+
+def test_many_candidates_are_each_as_alone() -> None:
+    work = Work(LLAMA, 8, 16, "bf16")
+    ranking = rank(A100, work, 16)
+    assert len(ranking.plans) > 20
+    for plan in ranking.plans[::5]:
+        assert predict(A100, work, plan.cuboid, plan.choice).seconds == pytest.approx(plan.seconds, rel=1e-9)
+
+
+def test_deep_models_are_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extrapolated from a few layers, a step takes as long as played layer by layer."""
+    work = Work(MODELS["llama-3-8b"].replace(layers=10), 64, 4096)
+    cases = [
+        (cuboid, choice)
+        for cuboid in (Cuboid(64, 1, 1), Cuboid(8, 4, 2), Cuboid(2, 2, 1, 16))
+        for choice in (Choice(), Choice("full", Policy("retain", "retain"), PARTS))
+    ]
+    few = [predict(H100, work, *case).seconds for case in cases]
+    monkeypatch.setattr("cuboid.plan.step.STEADY", 10)
+    assert few == pytest.approx([predict(H100, work, *case).seconds for case in cases], rel=0.01)
+
+
+# Time
+
+
+def tape_of(slowdown: float) -> Tape:
+    """Two devices; a collective of n elements takes n seconds."""
+    links = every_kind(Link(0.0, 0.0, 0.5))
+    hw = replace(A100, inside=links, across=links, slowdown=slowdown, launch=0.0, one_wire=True)
+    two = Group(np.array([2]), np.array([2]))
+    return Tape(Prices(hw, "bf16", 1, {"x": two}))
+
+
+@pytest.mark.parametrize(("slowdown", "took"), [(0.0, 10.0), (0.2, 10.8), (1.0, 14.0)])
+def test_compute_beside_communication(slowdown: float, took: float) -> None:
+    """4 seconds of a collective beside 10 of compute: hidden, partly paid for, or paid for in full."""
+    tape = tape_of(slowdown)
+    flight = tape.launch("x", "all_gather", np.array([4]))
+    tape.compute("work", np.array([10.0]))
+    tape.wait(flight)
+    assert tape.now[0] == pytest.approx(took)
+    assert tape.totals().exposed["x"][0] == 0
+
+
+def test_a_wire_carries_one_after_the_other() -> None:
+    tape = tape_of(0.0)
+    flights = [tape.launch("x", "all_gather", np.array([4])) for _ in range(2)]
+    tape.compute("work", np.array([1.0]))
+    for flight in flights:
+        tape.wait(flight)
+    assert (tape.now[0], tape.totals().exposed["x"][0]) == (8.0, 7.0)
+
+
+def test_groups_share_a_nodes_cards() -> None:
+    """Eight devices a node. Sixteen in a ring leave a node once; pairs across nodes, eight at once, share its cards."""
+    hw = replace(A100, inside=every_kind(Link(0, 0, 1e15)), across=every_kind(Link(0, 0, 8.0)))
+    whole = np.array([16])
+    ring, pairs = Group(np.array([16]), np.array([8])), Group(np.array([2]), np.array([1]))
+    assert collective_seconds(hw, "all_gather", ring, whole, False)[0] == pytest.approx(15 / 8)
+    assert collective_seconds(hw, "all_gather", pairs, whole, False)[0] == pytest.approx(8.0)
+    assert collective_seconds(hw, "reduce_scatter", ring, whole, True)[0] == pytest.approx(8.0)  # direct: each sends
+
+
+def test_orders_say_who_shares_a_node() -> None:
+    found = orders((1, 4, 4, 1), 4)
+    assert {tuple(axis for axis in k.order if k.sizes[axis] > 1) for k in found} == {("x", "y"), ("y", "x")}
+    assert len(orders((1, 4, 1, 1), 4)) == len(orders((2, 2, 2, 1), 8)) == 1  # all in one node
+
+
+def test_hidden_weights_and_parts_pay() -> None:
+    work, cuboid = Work(MODELS["llama-3-8b"], 64, 4096), Cuboid(8, 4, 2)
+    hidden = predict(H100, work, cuboid, Choice(schedule=PARTS))
+    assert hidden.seconds < predict(H100, work, cuboid, Choice()).seconds
+    assert hidden.seconds < predict(H100, work, cuboid, Choice(schedule=PARTS), overlap=False).seconds
+
+
+# Memory and dry runs
+
+
+def peak(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> int:
+    """Of rank 0: the meter slows a rank down, so the others go without."""
+    mesh = Mesh(cuboid, world.rank)
+    parallel = CuboidParallel(work.config, mesh, choice.policy, schedule=choice.schedule)
+    model = Transformer(parallel, recompute=choice.recompute)
+    place = parallel.place(work.batch, work.seq)
+    ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
+    memory = Memory(model)
+    with memory if world.rank == 0 else nullcontext():
+        model(ids, ids, place).backward()
+    mesh.close()
+    return memory.peak + 2 * sum(p.nbytes for p in model.parameters())
+
+
+FIVE = {
+    "even": (ModelConfig("gpt2", 3, 128, 8, 1000, 64), 16),
+    "deep": (ModelConfig("gpt2", 8, 64, 8, 300, 32), 16),
+    "grouped": (ModelConfig("llama", 6, 128, 16, 500, 64, kv_heads=8), 16),
+    "vocabulary": (ModelConfig("llama", 2, 64, 8, 8000, 64), 16),
+    "wide": (ModelConfig("llama", 3, 256, 8, 256, 32), 8),
+}
+
+
+@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize(
+    ("shape", "choice"), [((2, 2, 2), Choice()), ((4, 2, 1), Choice("full")), ((8, 1, 1), Choice())]
+)
+def test_memory_is_the_measured_peak(pool, name: str, shape: tuple[int, int, int], choice: Choice) -> None:
+    config, batch = FIVE[name]
+    work, cuboid = Work(config, batch, config.context, "fp32"), Cuboid(*shape)
+    measured = pool(8).run(peak, work, cuboid, choice)[0]
+    assert predict(CPU, work, cuboid, choice).peak == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("cuboid", [Cuboid(8, 4, 2), Cuboid(8, 16, 4), Cuboid(64, 16, 4)], ids=str)
+def test_a_dry_run_is_the_plans(cuboid: Cuboid) -> None:
+    """64, 512 and 4,096 ranks."""
+    config = ModelConfig("llama", layers=2, hidden=1024, heads=64, kv_heads=8, vocab=5000, context=512)
+    work, choice = Work(config, 64, 256), Choice("selective", Policy("retain"), PARTS if cuboid.x < 64 else Schedule())
+    found = compare(dry_run(work, cuboid, choice), predict(H100, work, cuboid, choice), work)
+    assert [each.what for each in found if each.exact and not each.ok] == []
+    assert {"x all_gather, bytes", "FLOPs", "bytes saved for backward"} <= {each.what for each in found}
+
+
+# Search
+
+
+@pytest.mark.parametrize(("devices", "batch", "seconds"), [(4096, 2048, 2.0), (65536, 16384, 10.0)])
+def test_a_ranking_is_quick(devices: int, batch: int, seconds: float) -> None:
+    start = time.process_time()
+    ranking = rank(H100, Work(MODELS["llama-3-70b"], batch, 4096), devices)
+    assert time.process_time() - start < seconds
+    assert ranking.plans
+    assert all(plan.cuboid.ranks == devices for plan in ranking.plans)
+
+
+def test_the_ranking_is_of_every_shape() -> None:
+    work = Work(LLAMA, 8, 16, "bf16")
+    ranking = rank(A100, work, 12)
+    found = {(p.cuboid.data, p.cuboid.x, p.cuboid.y, p.cuboid.z) for p in ranking.plans}
+    assert found == set(shapes(LLAMA, 12, 8))
+    assert (1, 12, 1, 1) in found
+    assert [p.seconds for p in ranking.plans] == sorted(p.seconds for p in ranking.plans)
+    first = ranking.plans[0]
+    assert all(first.seconds <= plan.seconds for plan in ranking.corners.values() if plan)
+    assert str(first.cuboid) in why(ranking)
+    assert sum(first.compute.values()) + sum(first.exposed.values()) == pytest.approx(first.seconds)
+
+
+def test_micro_batches_take_their_time_and_save_memory() -> None:
+    config, cuboid = MODELS["gpt3-1.3b"], Cuboid(2, 2, 2)
+    whole, parts = Work(config, 32, 2048), Work(config, 8, 2048, micro_batches=4)
+    a, b = (predict(A100, work, cuboid, Choice()) for work in (whole, parts))
+    assert b.peak < a.peak
+    assert a.seconds < b.seconds < 2 * a.seconds
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    work = Work(MODELS["llama-3-405b"], 2, 2048)
+    ranking = rank(H100, work, 8)
+    assert not ranking.plans
+    said = nothing_fits(ranking)
+    assert "GB a device of 78 GB" in said
+    assert "devices would" in said
+    long = Work(MODELS["gpt3-6.7b"], 256, 2048)
+    said = nothing_fits(rank(A100, long, 8))
+    assert "--micro-batches" in said
+    count = int(said.split("--micro-batches ")[1].split()[0])
+    assert rank(A100, replace(long, batch=256 // count, micro_batches=count), 8).plans
+
+
+# Figures and files
+
+
+def test_published_figures() -> None:
+    """All within what is allowed but one, which docs/planner.md names. No layout is out of order."""
+    lines = {line.what: line for line in published()}
+    assert len(lines) == 10
+    assert [what for what, line in lines.items() if not line.ok] == ["3-D against 1-D, operands gathered again"]
+    for way in ("gathered again", "kept"):
+        one_d, two_d = (lines[f"3-D against {other}, operands {way}"].predicted for other in ("1-D", "2-D"))
+        assert one_d > two_d > 1
+
+
+def test_every_preset_names_its_sources() -> None:
+    assert {"v100-edr", "a100-hdr", "h100-ndr", "cpu"} == set(PRESETS)
+    assert all(each.source for each in PRESETS.values())
+
+
+def test_hardware_files(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    CPU.save(path)
+    assert hardware.load(str(path)) == CPU
+    for text, says in (
+        ("[]", "not a hardware file"),
+        ('{"name": "x"}', "not a hardware file"),
+        ("{", "not a hardware"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=says):
+            hardware.load(str(path))
+    with pytest.raises(ValueError, match="did you mean a100-hdr"):
+        hardware.load("a100-hdm")
+
+
+def test_models_of_hugging_face(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
+    path.write_text(json.dumps({"model_type": "mistral", "vocab_size": 99, "intermediate_size": 200, **sizes}))
+    found = model(str(tmp_path))
+    assert (found.family, found.layers, found.hidden, found.kv_heads, found.ffn) == ("llama", 3, 96, 2, 200)
+    path.write_text('{"model_type": "mamba"}')
+    with pytest.raises(ValueError, match="mamba"):
+        model(str(path))
+
+
+def test_a_check_of_measurements() -> None:
+    """Two real results: the reference has no error of its own, and the choice is one of the measured."""
+    folder = Path(__file__).parent.parent / "benchmarks"
+    for name in ("layouts-unshaped", "layouts-100mbit"):
+        (found,) = check(folder / name / "layouts.json", CPU)
+        assert len(found.steps) == 10
+        assert found.reference == "(2,2,2)"
+        assert found.error(next(step for step in found.steps if step.cuboid == "(2,2,2)")) == 0
+        assert found.regret >= 0
+        assert found.choice in found.steps

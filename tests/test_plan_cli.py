@@ -1,0 +1,108 @@
+"""`cuboid plan`, `cuboid calibrate` and `cuboid train --cuboid auto` as a person uses them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import settings, write_text
+from typer.testing import CliRunner
+
+from cuboid.calibrate import calibrate
+from cuboid.calibrate.fitting import fit, fit_links
+from cuboid.calibrate.timing import Sample, Settings
+from cuboid.cli import app
+from cuboid.config import ModelConfig
+from cuboid.mesh import Cuboid
+from cuboid.plan import hardware
+from cuboid.train.auto import planned
+from cuboid.train.config import load
+
+SMALL = ["--layers", "2", "--hidden", "64", "--heads", "8", "--vocab", "100", "--batch", "16", "--seq", "64"]
+ON_CPU = [*SMALL, "--devices", "8", "--hardware", "cpu", "--precision", "fp32"]
+
+
+def run(*words: object) -> str:
+    result = CliRunner().invoke(app, list(map(str, words)))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_table() -> None:
+    said = run("plan", *ON_CPU)
+    for words in ("Fastest first", "FSDP×TP", "tokens/s", "MFU", "its limit is"):
+        assert words in said
+
+
+def test_json_has_every_cuboid_and_a_dry_run() -> None:
+    found = json.loads(run("plan", *ON_CPU, "--json", "--dry-run"))
+    assert len(found["plans"]) == 20  # of (data, x, y, z) with a product of 8
+    first = found["plans"][0]
+    assert first["seconds"] == min(plan["seconds"] for plan in found["plans"])
+    assert set(first["memory"]) == {"parameters", "gradients", "optimizer", "activations", "buffers"}
+    assert set(found["corners"]) == {"FSDP", "TP+SP", "FSDP×TP", "cube"}
+    assert all(each["ok"] for each in found["dry_run"] if each["exact"])
+
+
+def test_one_cuboid_and_pictures(tmp_path: Path) -> None:
+    said = run("plan", *ON_CPU, "--explain", "1,2,2,2", "--plot", tmp_path)
+    assert "Communication" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "plan.svg", "plan-map.png", "plan-map.svg"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["llama-9"], "neither a preset nor a config.json"),
+        ([], "give a model, or its --layers, --hidden, --heads"),
+        ([*ON_CPU, "--explain", "2,2,2"], "four sizes"),
+        ([*ON_CPU, "--explain", "1,2,2,1"], "not --devices 8"),
+        ([*ON_CPU, "--explain", "1,1,1,8", "--heads", "4"], "heads=4 cannot be cut into y·z=8"),
+        ([*ON_CPU, "--batch", "15", "--explain", "2,4,1,1"], "batch=15 cannot be cut into data=2; use batch 14 or 16"),
+        ([*ON_CPU, "--hardware", "tpu"], "neither a preset nor a file"),
+        ([*ON_CPU, "--precision", "fp8"], "fp8"),
+        (["llama-3-405b", "--devices", "32", "--batch", "1"], "128 devices would"),
+        ([*ON_CPU, "--check", "nowhere.json"], "not a result of cuboid bench layouts"),
+    ],
+)
+def test_bad_input(words: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["plan", *words])
+    assert isinstance(result.exception, ValueError)
+    assert says in str(result.exception)
+
+
+def test_a_fit_finds_what_made_the_figures() -> None:
+    x = np.array([1.0, 2.0, 5.0, 9.0])
+    factors, error = fit([np.ones(4), x, -x], list(3 + 2 * x))
+    assert factors == pytest.approx([3, 2, 0])
+    assert error == pytest.approx(0)
+    # 8 bytes of a group of two, all in one node, at 4 bytes a second after 1 s
+    samples = [Sample("all_gather", Cuboid(1, 2, 1), size, 1 + size / 2 / 4) for size in (8, 80, 800)]
+    link, error = fit_links(samples, "all_gather", 8, True, 1e9, crossing=False)
+    assert link is not None
+    assert (link.base + link.hop, link.bandwidth) == (pytest.approx(1), pytest.approx(4))
+
+
+def test_calibrate(pool) -> None:
+    """On two ranks, of a tiny model: figures that a plan can use, and the fits' errors."""
+    small = ModelConfig("gpt2", layers=1, hidden=64, heads=4, vocab=64, context=32)
+    found, none = pool(2).run(calibrate, Settings(small, 64), "here")
+    assert none is None
+    assert {"products", "all_gather inside", "reduce_scatter inside", "one real layer"} <= found.errors.keys()
+    assert found.seconds < 60
+    assert found.hardware.rate["fp32"] > 0
+    assert 0 <= found.hardware.slowdown <= 1
+
+
+def test_train_takes_the_planners_cuboid(tmp_path: Path) -> None:
+    config = load(None, settings(write_text(tmp_path)))
+    chosen, why = planned(config, 8, "cpu")
+    assert chosen.cuboid_shape().ranks == 8
+    assert str(chosen.cuboid_shape()) in why
+    chosen.check()
+    path = tmp_path / "slow.json"
+    slow = hardware.every_kind(hardware.Link(1.0, 1.0, 1.0))
+    replace(hardware.PRESETS["cpu"], inside=slow, across=slow).save(path)
+    other, _ = planned(config, 8, str(path))
+    assert other.cuboid_shape() != chosen.cuboid_shape()  # calls cost so much that few and small ones win
