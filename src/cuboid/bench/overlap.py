@@ -85,7 +85,7 @@ def steps(world: World, contestant: Contestant, problem: Problem, count: int) ->
     if world.size <= len(cores):
         os.sched_setaffinity(0, {cores[world.rank]})
     try:
-        return turn(world, contestant, problem, count, cold=False)
+        return turn(world, contestant, problem, count, cold=True)
     finally:
         os.sched_setaffinity(0, cores)
 
@@ -97,7 +97,7 @@ def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:
         os.sched_setaffinity(0, {cores[world.rank]})
     runner = ModelRunner(contestant, problem, world)
     try:
-        take_step(runner, problem, problem.seq)
+        take_step(runner, problem, 1)
         runner.ledger.spans = []
         times = timed_step(runner, problem)
         spans = runner.ledger.spans
@@ -114,16 +114,16 @@ def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:
 def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> tuple[list[Found], dict[str, Trace]]:
     on, off = (Contestant("cuboid", shape, overlap) for overlap in (True, False))
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
-        probe = min(slowest(pool.run(steps, off, problem, 3)), key=lambda times: times.step)
+        probe = min(slowest(pool.run(steps, off, problem, 2)), key=lambda times: times.step)
         tcp = sum(each.cpu for each in pool.run(bare, on, problem))
-    found, traces = [], {}
+    found, traces, even = [], {}, even_rate(off, problem, probe)
     for ratio in RATIOS if shape.ranks == 2 else RATIOS[:1]:
-        rate = fitting_rate(off, problem, probe, ratio)
+        rate = f"{even / ratio:.1f}mbit"
         console.print(f"{shape}: communication : compute = {ratio:g}, {rate} a host", highlight=False)
         with Cluster(shape.ranks, rate) as cluster, Pool(shape.ranks, cluster) as pool:
             ons: list[Times] = []
             offs: list[Times] = []
-            for _ in range(rounds):
+            for _ in range(rounds if ratio == 1 else 1):
                 offs += slowest(pool.run(steps, off, problem, 1))
                 ons += slowest(pool.run(steps, on, problem, 1))
             last = {name: pool.run(traced, each, problem)[0] for name, each in (("off", off), ("on", on))}
@@ -145,20 +145,20 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> t
     return found, traces
 
 
-def fitting_rate(off: Contestant, problem: Problem, probe: Times, ratio: float) -> str:
-    """Of links over which communication alone takes `ratio` times as long as compute alone; a link does not carry quite
-    what it is set to, so a first guess is tried."""
+def even_rate(off: Contestant, problem: Problem, probe: Times) -> float:
+    """In Mbit/s, of links over which communication alone takes as long as compute alone; a link does not carry quite what
+    it is set to, so a first guess is tried."""
     compute = probe.step - probe.exposed
-    guess = 8e-6 * probe.crossed / (ratio * compute)
+    guess = 8e-6 * probe.crossed / compute
     with Cluster(off.shape.ranks, f"{guess:.1f}mbit") as cluster, Pool(off.shape.ranks, cluster) as pool:
         tried = min(slowest(pool.run(steps, off, problem, 2)), key=lambda times: times.step)
-    return f"{guess * tried.exposed / (ratio * compute):.1f}mbit"
+    return guess * tried.exposed / (tried.step - tried.exposed)
 
 
 def overlap(rounds: int, out: Path, console: Console, hidden: int = 1024) -> list[Found]:
     """Two hosts of one rank each on each axis, and eight on (2,2,2)."""
     model = ModelConfig("gpt2", layers=4, hidden=hidden, heads=16, vocab=512, context=128, tied=False)
-    problem, found = Problem(model, 8, 128), []
+    problem, found = Problem(model, 16, 128), []
     out.mkdir(parents=True, exist_ok=True)
     for shape in SHAPES:
         more, traces = measure(shape, problem, rounds, console)
