@@ -146,8 +146,8 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> t
 
 
 def even_rate(off: Contestant, problem: Problem, probe: Times) -> float:
-    """In Mbit/s, of links over which communication alone takes as long as compute alone; a link does not carry quite what
-    it is set to, so a first guess is tried."""
+    """In Mbit/s, of links over which communication alone takes as long as compute alone. A link does not carry quite
+    what it is set to, so a first guess is tried."""
     compute = probe.step - probe.exposed
     guess = 8e-6 * probe.crossed / compute
     with Cluster(off.shape.ranks, f"{guess:.1f}mbit") as cluster, Pool(off.shape.ranks, cluster) as pool:
