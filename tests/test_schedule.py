@@ -72,7 +72,8 @@ def test_what_is_launched_when(pool: Pools) -> None:
     assert order[PREFETCH][:5] == ["x", "y'", "x", "x", "y"]
     # parts: all gather their first X before the first multiplies, the embedding's scatters behind them
     assert order[PARTS][:11] == ["x", *["y'"] * 4, "x", "x", *["y"] * 4]
-    assert sum(axis.startswith("x") for axis in order[PREFETCH]) == sum(axis.startswith("x") for axis in order[OFF])
+    over_x = {s: sum(axis.startswith("x") for axis in found) for s, found in order.items()}
+    assert over_x[PREFETCH] == over_x[PARTS] == over_x[OFF] - 1  # the last block's stay
     # backward: the block before is on its way before this one's products are done
     last = len(order[PREFETCH]) - 1 - order[PREFETCH][::-1].index("x")
     assert order[PREFETCH][last:].count("y") > order[OFF][len(order[OFF]) - 1 - order[OFF][::-1].index("x") :].count(
@@ -115,16 +116,13 @@ def peak(world: World, config: ModelConfig, schedule: Schedule) -> int:
     return memory.peak
 
 
-def test_prefetching_costs_a_layer_whatever_the_depth(pool: Pools) -> None:
+def test_prefetching_costs_two_layers_at_most_whatever_the_depth(pool: Pools) -> None:
     wide = MODEL.replace(hidden=192, head_dim=16, ffn=768, dropout=0.0)
     layer = 4 * (wide.replace(layers=4).parameters - wide.replace(layers=3).parameters) // 2  # bytes, cut by y alone
-    more = []
     for layers in (3, 6):
         config = wide.replace(layers=layers)
-        off, on = (max(pool(4).run(peak, config, schedule)) for schedule in (OFF, PREFETCH))
-        more.append(on - off)
-        assert 0 < on - off <= 2 * layer
-    assert more[0] == more[1]
+        off, *on = (max(pool(4).run(peak, config, schedule)) for schedule in (OFF, PREFETCH, PARTS))
+        assert max(on) - off <= 2 * layer
 
 
 # Traces
@@ -185,7 +183,7 @@ def late(world: World, shape: Cuboid, steps: int) -> float:
         return call
 
     mesh = Mesh(shape, world.rank)
-    model = Transformer(CuboidParallel(MODEL.replace(layers=2), mesh, schedule=PARTS), seed=2)
+    model = Transformer(CuboidParallel(MODEL.replace(layers=2), mesh, schedule=Schedule(parts=2)), seed=2)
     place = model.parallel.place(8, 12)
     tokens, targets = (place.take(whole, 0) for whole in batch())
     for name in names:
@@ -205,5 +203,5 @@ def late(world: World, shape: Cuboid, steps: int) -> float:
 @pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), Cuboid(2, 3, 2)], ids=str)
 def test_late_ranks_do_not_lock_each_other(shape: Cuboid, pool: Pools) -> None:
     """More of them: CUBOID_LATE_STEPS=1000 pytest tests/test_schedule.py -k late"""
-    steps = int(os.environ.get("CUBOID_LATE_STEPS", "40"))
+    steps = int(os.environ.get("CUBOID_LATE_STEPS", "20"))
     assert len(set(pool(shape.ranks).run(late, shape, steps))) == 1

@@ -86,6 +86,8 @@ class Transformer(Model):
             left[i] += 1
             if left[i] == parts:
                 del held[i]
+                if i == len(self.blocks) - 1 and self.parallel.schedule.prefetch and torch.is_grad_enabled():
+                    self.parallel.keep(self._buckets[block])  # backward begins with it
                 self.parallel.release(self._buckets[block])
                 if ahead and held:
                     self._prefetch(min(held))
@@ -133,7 +135,8 @@ class Transformer(Model):
     def _prefetch(self, i: int) -> None:
         """Have the weights of a part and of the next one on their way."""
         if self.parallel.schedule.prefetch:
-            for part in [*self._order, self._classifier][i : i + 2]:
+            last = i >= len(self.blocks) - 1  # the final norm is small: the classifier's go with it
+            for part in [*self._order, self._classifier][i : i + (3 if last else 2)]:
                 self.parallel.prefetch(self._buckets[part])
 
     def _embed(self, opened: dict[nn.Module, Any], parts: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:

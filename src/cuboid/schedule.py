@@ -1,6 +1,7 @@
 """What is on its way while something else computes. Values do not depend on it; times do.
 
-    prefetch   the next layer's weights are gathered while this one computes, in forward and in backward
+    prefetch   the next layer's weights are gathered while this one computes, in forward and in backward; the last
+               layer's stay from one to the other
     parts      a rank's batch goes through the blocks in so many parts, in step: one computes while the others'
                collectives are in flight; autograd plays the same interleaving backwards
     chunks     a product takes its tokens so many at a time: one chunk is multiplied while the next is gathered and the

@@ -7,6 +7,7 @@ as long as compute, half as long, or twice as long. At best a step with the sche
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -155,17 +156,18 @@ def even_rate(off: Contestant, problem: Problem, probe: Times) -> float:
     return guess * tried.exposed / (tried.step - tried.exposed)
 
 
-def overlap(rounds: int, out: Path, console: Console, hidden: int = 1024) -> list[Found]:
-    """Two hosts of one rank each on each axis, and eight on (2,2,2)."""
+def overlap(rounds: int, out: Path, console: Console, hidden: int = 1024, only: Sequence[str] = ("",)) -> list[Found]:
+    """Two hosts of one rank each on each axis, and eight on (2,2,2); of these those that begin with one of `only`."""
     model = ModelConfig("gpt2", layers=4, hidden=hidden, heads=16, vocab=512, context=128, tied=False)
     problem, found = Problem(model, 16, 128), []
     out.mkdir(parents=True, exist_ok=True)
-    for shape in SHAPES:
-        more, traces = measure(shape, problem, rounds, console)
-        found += more
-        draw(traces, out / f"overlap-{shape.x}{shape.y}{shape.z}.png")
-        report = {"machine": machine(), "problem": problem.export(), "rows": [each.export() for each in found]}
-        (out / "overlap.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    for shape in (shape for shape in SHAPES if str(shape).startswith(tuple(only))):
+        rows, traces = measure(shape, problem, rounds, console)
+        found += rows
+        path = out / f"overlap-{shape.x}{shape.y}{shape.z}.png"
+        draw(traces, path)
+        report = {"machine": machine(), "problem": problem.export(), "rows": [row.export() for row in rows]}
+        path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     table = Table(*COLUMNS, title="Seconds a step, schedule off and on", title_justify="left")
     for each in found:
         table.add_row(*each.cells())

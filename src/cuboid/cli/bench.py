@@ -46,7 +46,7 @@ SETTINGS = {
     "layouts": Setting("8", hidden=512, heads=8, batch=16, seq=128, rate="", rounds=7, steps=3, layers=2),
 }
 QUICK = {
-    "strong": Setting("8,64", hidden=256, heads=64, batch=64, seq=16, rate="8mbit", rounds=1),
+    "strong": Setting("8,64", hidden=256, heads=64, batch=64, seq=16, rate="32mbit", rounds=1),
     "weak": Setting("8,64", hidden=64, heads=64, batch=32, seq=16, rate="8mbit", rounds=1),
     "layouts": Setting("8", hidden=256, heads=8, batch=16, seq=64, rate="", rounds=3),
 }
@@ -95,7 +95,7 @@ def bench(
         accuracy(steps or (50 if quick else 200), out, console)
         return
     if what == "overlap":
-        overlap(rounds or (2 if quick else 5), out, console, hidden or 1024)
+        overlap(rounds or (2 if quick else 5), out, console, hidden or 1024, only or [""])
         return
     if what == "cpu":
         for size in _whole_numbers(ranks or "8"):

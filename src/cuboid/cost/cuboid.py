@@ -69,8 +69,8 @@ class _Step(Counter):
         self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
 
         self.embedding()
-        for _ in range(config.layers):
-            self.block()
+        for i in range(config.layers):
+            self.block(kept=schedule.prefetch and i == config.layers - 1)
         self.weights(self.norm_weights(1), again=True)
         self.norm()
         self.head()
@@ -170,13 +170,14 @@ class _Step(Counter):
         self.cost.flops += (self.forwards + 2) * 2 * self.m * k * sum(outs)
         self.save(self.m * k * self.e // (1 if retain else self.axes[n_axis]))
 
-    def block(self) -> None:
+    def block(self, kept: bool) -> None:
+        """`kept`: its weights stay from forward to backward."""
         c, ups = self.c, 2 if self.c.gated else 1
         weights: list[_Weight] = [(n, c.hidden, "y", "z") for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * ups)]
         weights += [(c.hidden, c.q_dim, "z", "y"), (c.hidden, c.ffn, "z", "y")]
         biases = weights[:3] * c.qkv_biased + weights[3:] * bool(c.bias)
         weights += [(n, 1, n_axis, None) for n, _, n_axis, _ in biases]
-        self.weights(weights + self.norm_weights(2), again=True)
+        self.weights(weights + self.norm_weights(2), again=not kept)
         self.head_norms()
         self.in_parts(self.layer)
 

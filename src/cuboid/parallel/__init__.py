@@ -107,6 +107,9 @@ class Parallel(Protocol):
     def prefetch(self, bucket: Any) -> None:
         """Have the weights of a bucket on their way: `gather` will ask for them soon."""
 
+    def keep(self, bucket: Any) -> None:
+        """Have the weights of a bucket stay for backward, which will ask for them soon."""
+
     def gather(self, bucket: Any, opened: Any) -> Any:
         """The `Weights` of a bucket, until it is released."""
 

@@ -31,6 +31,9 @@ class Bucketed:
     def prefetch(self, bucket: Bucket) -> None:
         bucket.launch("forward")
 
+    def keep(self, bucket: Bucket) -> None:
+        bucket.launch("backward")
+
     def gather(self, bucket: Bucket, opened: Tensor) -> Weights:
         return gather(bucket, opened)
 

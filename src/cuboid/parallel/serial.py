@@ -58,6 +58,9 @@ class Serial:
     def prefetch(self, bucket: _Plain) -> None:
         pass
 
+    def keep(self, bucket: _Plain) -> None:
+        pass
+
     def gather(self, bucket: _Plain, opened: None) -> _Plain:
         return bucket
 

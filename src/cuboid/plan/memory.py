@@ -88,7 +88,8 @@ class _Held:
         chunk = np.where(s.z > 1, np.maximum(self.packed * partial, summed), 2 * logits)
         reduced = self.apart * table * e * (1 + (e < 4)) + (e < 4) * table * e
         gathered = table * e * (self.apart | (e < STORED)) + table * self.wide
-        kept = self.kept * self.c.layers
+        last = np.where(self.apart & (self.kept == 0), self.whole, 0) * self.choice.schedule.prefetch
+        kept = self.kept * self.c.layers + last
         X = 2 * self.m * s.d * e + (s.y > 1) * self.m // s.y * s.d * e
         return self.none(), self.saved - self.head_saved, kept + gathered + X + np.maximum(chunk, reduced)
 

@@ -74,7 +74,7 @@ class Sizes:
         into = [(n, c.hidden, "y", "z") for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * ups)]
         matrices = [*into, (c.hidden, c.q_dim, "z", "y"), (c.hidden, c.ffn, "z", "y")]
         found = [self.weight(*each) for each in matrices]
-        biases = matrices[:3] * bool(c.qkv_bias) + matrices[3:] * bool(c.bias)
+        biases = matrices[:3] * c.qkv_biased + matrices[3:] * bool(c.bias)
         found += [self.weight(n, 1, axis, None) for n, _, axis, _ in biases]
         return found + self.norm_weights(2)
 

@@ -151,7 +151,8 @@ class _Step(Layer):
             self.again(i)
         if i in self._gathers:
             self.whole(self._gathers[i], self._buckets[i])
-            if not backward:
+            stays = i == self.layers - 1 and self.choice.schedule.prefetch
+            if not backward and not stays:
                 del self._gathers[i]
 
     def reduce(self, weights: Sequence[Weight]) -> None:
