@@ -115,7 +115,7 @@ def orders(shape: tuple[int, int, int, int], node: int) -> list[Cuboid]:
 
 def choices() -> Iterator[Choice]:
     ways = ("regather", "retain")
-    for recompute, activations, weights, parts in product(get_args(Recompute), ways, ways, (1, 2, 4)):
+    for recompute, activations, weights, parts in product(get_args(Recompute), ways, ways, (1, 2)):
         yield Choice(recompute, Policy(activations, weights), Schedule(parts=parts))  # type: ignore[arg-type]
 
 

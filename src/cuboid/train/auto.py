@@ -37,6 +37,6 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
         config,
         cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order),
         memory=MemorySection(policy.activations, policy.weights, choice.recompute, m.head_elements),
-        overlap=OverlapSection(choice.schedule.prefetch, choice.schedule.parts, 1),
+        overlap=OverlapSection(choice.schedule.prefetch, 0 if choice.schedule.parts > 1 else 1, 1),
     )
     return chosen, why(ranking)
