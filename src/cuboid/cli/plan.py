@@ -57,7 +57,7 @@ def plan(
     ] = None,
 ) -> None:
     """Rank every cuboid of a cluster for a model by its predicted step, with every order of the axes over nodes, what
-    is kept and what is made again, and half-batches in step or not.
+    is kept and what is made again, and batches in parts or not.
 
     Predictions come from docs/planner.md's equations and the hardware's figures. cuboid calibrate measures a machine.
     """
