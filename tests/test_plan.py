@@ -231,8 +231,8 @@ def test_micro_batches_take_their_time_and_save_memory() -> None:
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    work = Work(MODELS["llama-3-405b"], 2, 2048)
-    ranking = rank(H100, work, 8)
+    work = Work(MODELS["llama-3-405b"], 1, 2048)
+    ranking = rank(H100, work, 64)
     assert not ranking.plans
     said = nothing_fits(ranking)
     assert "GB a device of 78 GB" in said
