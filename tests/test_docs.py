@@ -85,6 +85,7 @@ def test_nothing_looks_like_code_and_is_not_run(path: Path) -> None:
     text = path.read_text()
     outside = BLOCK.sub("", text)
     assert "```" not in outside
-    assert not re.search(r"^    \S", outside, re.M) or path.name == "memory.md"
+    measured = path.name in ("memory.md", "planner.md")  # on a machine of its own, or in equations
+    assert measured or not re.search(r"^    \S", outside, re.M)
     for link in re.findall(r"\]\(([^)#:]+)\)", outside):
         assert (DOCS / link).exists(), link
