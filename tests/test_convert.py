@@ -107,6 +107,14 @@ def test_perplexity_is_that_of_transformers(folder: Path, text: Path, tmp_path: 
         assert found["tokens"] == len(text.read_text())
 
 
+def train(run: Path, settings: dict[str, Any], grid: str) -> None:
+    """A short run, kept in `run`."""
+    log = {"folder": run, "sample_prompt": "abc", "sample_tokens": 4, "tensorboard": "false"}
+    settings = {**settings, "schedule.warmup": 0, **{f"logging.{key}": value for key, value in log.items()}}
+    sets = [f"{key}={value}" for key, value in settings.items()] + on(grid)
+    done("train", *(word for each in sets for word in ("--set", each)))
+
+
 def test_training_begins_with_a_folder_and_ends_in_one(folder: Path, text: Path, tmp_path: Path) -> None:
     """The first loss is the model's own; the trained model is the same in `transformers`."""
     run, out = tmp_path / "run", tmp_path / "out"
@@ -118,14 +126,8 @@ def test_training_begins_with_a_folder_and_ends_in_one(folder: Path, text: Path,
         "data.batch": 4,
         "optimizer.lr": 0.01,
         "schedule.steps": 3,
-        "schedule.warmup": 0,
-        "logging.folder": run,
-        "logging.sample_prompt": "abc",
-        "logging.sample_tokens": 4,
-        "logging.tensorboard": "false",
     }
-    sets = [f"{key}={value}" for key, value in settings.items()] + on("2,1,2")
-    done("train", *(word for each in sets for word in ("--set", each)))
+    train(run, settings, "2,1,2")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] > lines[-1]["loss"] > 0
     moved = shutil.move(folder, folder.with_name("moved"))  # a run needs its origin no more
@@ -156,14 +158,8 @@ def test_a_run_of_ours_is_exported(text: Path, folder: Path, tmp_path: Path) -> 
         "data.tokenizer": folder / "tokenizer.json",
         "data.seq": 16,
         "schedule.steps": 1,
-        "schedule.warmup": 0,
-        "logging.folder": run,
-        "logging.sample_prompt": "abc",
-        "logging.sample_tokens": 4,
-        "logging.tensorboard": "false",
     }
-    sets = [f"{key}={value}" for key, value in settings.items()] + on("1,1,1")
-    done("train", *(word for each in sets for word in ("--set", each)))
+    train(run, settings, "1,1,1")
     done("export", run, out)
     found = json.loads(done("eval", run, text, "--seq", 16, "--json"))["perplexity"]
     assert found == pytest.approx(perplexity(out, text.read_text(), 16), rel=1e-5)

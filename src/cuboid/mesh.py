@@ -1,8 +1,8 @@
 """The block of devices: sizes and rank order (`Cuboid`), and the live groups as one rank sees them (`Mesh`)."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass, field, replace
+from itertools import permutations, product
 
 import numpy as np
 import torch
@@ -88,6 +88,14 @@ def factorisations(ranks: int) -> Iterator[Cuboid]:
     for x, y, z in product(sizes, repeat=3):
         if x * y * z == ranks:
             yield Cuboid(x, y, z)
+
+
+def orders(cuboid: Cuboid) -> Iterator[Cuboid]:
+    """The same sizes with the axes in every order over ranks; axes of size 1 make no difference."""
+    long = [axis for axis in AXES if cuboid.sizes[axis] > 1]
+    short = [axis for axis in AXES if axis not in long]
+    for order in permutations(long):
+        yield replace(cuboid, order=(*short, *order))
 
 
 @dataclass(frozen=True)

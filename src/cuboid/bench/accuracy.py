@@ -14,6 +14,7 @@ from cuboid.parallel import Parallel
 from cuboid.parallel.cuboid import CuboidParallel
 from cuboid.parallel.one_d import OneD
 from cuboid.parallel.two_d import TwoD
+from cuboid.train.compare import furthest
 from cuboid.train.config import TrainConfig, load
 from cuboid.train.loop import Trainer, on_one_device
 from cuboid.train.plot import plot_curves
@@ -58,10 +59,7 @@ def accuracy(steps: int, out: Path, console: Console) -> None:
     for name, (ranks, layout) in CONTESTANTS.items():
         with Pool(ranks) as pool:
             curves[name] = pool.run(curve, config, layout, name)[0]
-    serial = curves["serial"]
-    apart = {
-        name: max(abs(a - b) / abs(a) for a, b in zip(serial, losses, strict=True)) for name, losses in curves.items()
-    }
+    apart = {name: furthest(curves["serial"], losses) for name, losses in curves.items()}
     out.mkdir(parents=True, exist_ok=True)
     plot_curves(curves, out / "accuracy.png", f"{steps} steps of the demo's model, one curve a layout")
     found = {"steps": steps, "largest_relative_difference_to_serial": apart, "losses": curves}

@@ -172,12 +172,7 @@ def scaling(problem: Problem, ranks: int, per_host: int) -> Iterator[Contestant]
     the formulas find best. 1-D+SP sends 1-D's bytes, but its reduce-scatter goes straight to every rank, where 1-D's
     ring leaves a host once: between hosts of several ranks it would only be slower."""
     yield Contestant("1-D", Cuboid(1, ranks, 1))
-    side = isqrt(ranks)
-    if side * side == ranks:
-        yield Contestant("2-D", Cuboid(1, side, side))
-    depth, side = _deepest(ranks)
-    if depth > 1:
-        yield Contestant("2.5-D", Cuboid(depth, side, side))
+    yield from _squares(ranks)
     yield Contestant("FSDP×TP", best(problem, ranks, per_host, flat=True))
     edge, found = round(ranks ** (1 / 3)), best(problem, ranks, per_host)
     cube = Cuboid(edge, edge, edge)
@@ -185,6 +180,16 @@ def scaling(problem: Problem, ranks: int, per_host: int) -> Iterator[Contestant]
         yield Contestant("cube", cube)
     if found != cube:
         yield Contestant("cuboid", found)
+
+
+def _squares(ranks: int) -> Iterator[Contestant]:
+    """2-D and 2.5-D."""
+    side = isqrt(ranks)
+    if side * side == ranks:
+        yield Contestant("2-D", Cuboid(1, side, side))
+    depth, side = _deepest(ranks)
+    if depth > 1:
+        yield Contestant("2.5-D", Cuboid(depth, side, side))
 
 
 def _deepest(ranks: int) -> tuple[int, int]:
@@ -197,12 +202,7 @@ def every(problem: Problem, ranks: int) -> Iterator[Contestant]:
     """Every layout and every cuboid of so many ranks."""
     yield Contestant("1-D", Cuboid(1, ranks, 1))
     yield Contestant("1-D+SP", Cuboid(1, ranks, 1))
-    side = isqrt(ranks)
-    if side * side == ranks:
-        yield Contestant("2-D", Cuboid(1, side, side))
-    depth, side = _deepest(ranks)
-    if depth > 1:
-        yield Contestant("2.5-D", Cuboid(depth, side, side))
+    yield from _squares(ranks)
     for shape in feasible(problem, ranks):
         yield Contestant("cuboid", shape)
     for tp in (p for p in range(1, ranks + 1) if ranks % p == 0 and problem.batch % (ranks // p) == 0):

@@ -5,12 +5,11 @@ rank of its group, so that one rank of a host sends for all; a direct one (reduc
 member alike.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import permutations
+from collections.abc import Mapping
 
 from cuboid.bench.problem import Problem
 from cuboid.cost.cuboid import step_cost
-from cuboid.mesh import AXES, Cuboid, factorisations
+from cuboid.mesh import AXES, Cuboid, factorisations, orders
 
 RINGS = ("all_gather", "all_reduce")
 Traffic = Mapping[tuple[str, str], list[int]]
@@ -29,14 +28,6 @@ def egress(traffic: Traffic, cuboid: Cuboid, per_host: int) -> int:
             others = [group[(at[axis] + 1) % size]] if kind in RINGS else [*group[: at[axis]], *group[at[axis] + 1 :]]
             hosts[here] += sent * sum(host != here for host in others) / len(others)
     return round(max(hosts))
-
-
-def orders(cuboid: Cuboid) -> Iterator[Cuboid]:
-    """The same sizes with the axes in every order over ranks; axes of size 1 make no difference."""
-    long = [axis for axis in ("x", "y", "z") if cuboid.sizes[axis] > 1]
-    short = [axis for axis in AXES if axis not in long]
-    for order in permutations(long):
-        yield Cuboid(cuboid.x, cuboid.y, cuboid.z, cuboid.data, (*short, *order))
 
 
 def feasible(problem: Problem, ranks: int) -> list[Cuboid]:

@@ -7,7 +7,8 @@ as long as compute, half as long, or twice as long. At best a step with the sche
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,31 +81,30 @@ COLUMNS = ["cuboid", "comm : compute", "rate", "off", "on", "gain", "compute", "
 COLUMNS += ["exposed", "in trace", "CPU s", "of it TCP"]
 
 
-def steps(world: World, contestant: Contestant, problem: Problem, count: int) -> list[Times]:
-    """On a core of its own, where there are as many."""
+@contextmanager
+def on_a_core(world: World) -> Iterator[None]:
+    """Of this rank's own, where there are as many."""
     cores = sorted(os.sched_getaffinity(0))
     if world.size <= len(cores):
         os.sched_setaffinity(0, {cores[world.rank]})
     try:
-        return turn(world, contestant, problem, count, cold=True)
+        yield
     finally:
         os.sched_setaffinity(0, cores)
+
+
+def steps(world: World, contestant: Contestant, problem: Problem, count: int) -> list[Times]:
+    with on_a_core(world):
+        return turn(world, contestant, problem, count, cold=True)
 
 
 def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:
     """Of one step."""
-    cores = sorted(os.sched_getaffinity(0))
-    if world.size <= len(cores):
-        os.sched_setaffinity(0, {cores[world.rank]})
-    runner = ModelRunner(contestant, problem, world)
-    try:
+    with on_a_core(world), closing(ModelRunner(contestant, problem, world)) as runner:
         take_step(runner, problem, 1)
         runner.ledger.spans = []
         times = timed_step(runner, problem)
         spans = runner.ledger.spans
-    finally:
-        runner.close()
-        os.sched_setaffinity(0, cores)
     phases, start = [], times.began
     for name in ("forward", "backward", "optimizer"):
         phases.append(Phase(name, start, start + getattr(times, name)))

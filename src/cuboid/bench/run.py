@@ -64,10 +64,11 @@ def bench(result: Result, trials: Sequence[Trial], pace: Pace, out: Path, consol
         told = stack.enter_context(_progress(total, console if is_first() else Console(quiet=True)))
         for trial in trials:
             missing = [c for c in trial.contestants if (trial.problem, c) not in counted]
-            with _ranks(trial, pace, started, shaped=False) as ranks:
-                for contestant in missing:
-                    told(f"{trial.ranks} ranks: counting {contestant.name}")
-                    counted[trial.problem, contestant] = ranks.run(count, contestant, trial.problem)
+            if missing:
+                with _ranks(trial, pace, started, shaped=False) as ranks:
+                    for contestant in missing:
+                        told(f"{trial.ranks} ranks: counting {contestant.name}")
+                        counted[trial.problem, contestant] = ranks.run(count, contestant, trial.problem)
             with _ranks(trial, pace, started, shaped=True) as ranks:
                 rows = [_row(trial, contestant, counted) for contestant in trial.contestants]
                 for i in range(pace.rounds):

@@ -19,11 +19,10 @@ from cuboid.config import ModelConfig
 from cuboid.launch import World
 from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.parallel.cuboid import COMPUTE, CuboidParallel
 from cuboid.plan.hardware import KINDS
 from cuboid.plan.layer import Work
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MESSAGES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the whole tensor of a collective
 REPEATS = 3
 
@@ -40,8 +39,12 @@ class Settings:
     precision: str = "fp32"
 
     def __post_init__(self) -> None:
-        if self.precision not in DTYPES:
-            raise ValueError(f"precision {self.precision!r} is not one of {', '.join(DTYPES)}")
+        if self.precision not in COMPUTE:
+            raise ValueError(f"precision {self.precision!r} is not one of {', '.join(COMPUTE)}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return COMPUTE[self.precision] or torch.float32
 
 
 class Bench:
@@ -82,7 +85,7 @@ def product_shapes(settings: Settings) -> list[tuple[int, int, int]]:
 
 
 def time_products(bench: Bench, settings: Settings) -> tuple[list[tuple[int, int, int]], list[float]]:
-    dtype, device = DTYPES[settings.precision], bench.world.device
+    dtype, device = settings.dtype, bench.world.device
     shapes, found = product_shapes(settings), []
     for m, n, k in shapes:
         a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(n, k, dtype=dtype, device=device)
@@ -101,7 +104,7 @@ def time_attention(bench: Bench, settings: Settings, rate: float) -> tuple[float
     c, s = settings.model, settings.model.context
     b = max(1, settings.tokens // s)
     shape = (s, b, c.heads, c.head_dim)
-    dtype, device = DTYPES[settings.precision], bench.world.device
+    dtype, device = settings.dtype, bench.world.device
     q, k, v = (torch.ones(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     with torch.no_grad():
         forward = bench.seconds(lambda: attend(q, k, v))
@@ -177,9 +180,8 @@ def time_layers(bench: Bench, settings: Settings) -> list[tuple[Work, float]]:
     """A forward and backward of one layer on each rank alone, of few tokens and of many."""
     found = []
     mesh = Mesh(Cuboid(), device=bench.world.device, alone=True)
-    compute = None if settings.precision == "fp32" else DTYPES[settings.precision]
     config = settings.model.replace(layers=1)
-    parallel = CuboidParallel(config, mesh, dtype=compute)
+    parallel = CuboidParallel(config, mesh, dtype=COMPUTE[settings.precision])
     model = Transformer(parallel)
     for seq in (config.context // 8, config.context):
         batch = max(1, settings.tokens // config.context)

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from cuboid.calibrate import Calibration
 from cuboid.calibrate import calibrate as calibrate_on_rank
-from cuboid.calibrate.timing import DTYPES, Settings
+from cuboid.calibrate.timing import Settings
 from cuboid.launch import launch
+from cuboid.parallel.cuboid import COMPUTE
 from cuboid.plan.source import model as load_model
 from cuboid.train.progress import quantity
 
@@ -22,7 +23,7 @@ def calibrate(
     ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun: as many as it started.", min=1)] = 8,
     model: Annotated[str, typer.Option(help="Products of this model's shapes: a preset or a config.json.")] = "",
     tokens: Annotated[int, typer.Option(help="Tokens of a rank at a time.", min=64)] = 512,
-    precision: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "fp32",
+    precision: Annotated[str, typer.Option(help=f"One of {', '.join(COMPUTE)}.")] = "fp32",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Measure products, copies, attention, every collective on every size of axis with all groups at once, compute

@@ -13,8 +13,7 @@ from cuboid.evaluate import Evaluation, evaluate
 from cuboid.launch import World, launch
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel
-from cuboid.train.loop import COMPUTE
+from cuboid.parallel.cuboid import COMPUTE, CuboidParallel
 from cuboid.train.origin import Origin
 
 

@@ -22,6 +22,10 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
+def _bytes(shape: Sequence[int], dtype: str) -> int:
+    return torch.Size(shape).numel() * DTYPES[dtype].itemsize
+
+
 class Stored(NamedTuple):
     """A tensor in a file."""
 
@@ -56,7 +60,7 @@ class Stored(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+        return _bytes(self.shape, self.dtype)
 
 
 def stored(folder: Path) -> dict[str, Stored]:
@@ -137,7 +141,7 @@ class Planned(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+        return _bytes(self.shape, self.dtype)
 
 
 def in_order(tensors: Sequence[Planned]) -> list[Planned]:

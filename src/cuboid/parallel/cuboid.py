@@ -50,6 +50,9 @@ SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
 }
 
 
+#: What products are computed in, by its name; None: as weights are stored.
+COMPUTE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 #: Of a part of the residual stream. Below it a collective is mostly latency, and more of them cost more than they hide.
 LEAST_PART = 1 << 17
 

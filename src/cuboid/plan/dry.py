@@ -19,13 +19,12 @@ from cuboid.launch import RankError
 from cuboid.measure import Memory, count_flops, saved_for_backward
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.parallel.cuboid import COMPUTE, CuboidParallel
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.memory import memory
 from cuboid.plan.search import Plan
 from cuboid.plan.sizes import Sizes
 
-COMPUTE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOST_RANKS = 4096  # of whom the groups take seconds to make
 NEAR = 0.1  # how far the peak, which has no exact formula, may be from the plan's
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import permutations, product
+from itertools import product
 from typing import get_args
 
 import numpy as np
 
+from cuboid import mesh
 from cuboid.config import ModelConfig
 from cuboid.cost import Cost
 from cuboid.cost.cuboid import step_cost
@@ -97,19 +98,14 @@ def shapes(config: ModelConfig, devices: int, batch: int) -> Iterator[tuple[int,
 
 def orders(shape: tuple[int, int, int, int], node: int) -> list[Cuboid]:
     """The shape with its axes in every order that makes a difference to which ranks share a node."""
-    sizes = dict(zip(AXES, shape, strict=True))
-    long = [axis for axis in AXES if sizes[axis] > 1]
-    short = [axis for axis in AXES if sizes[axis] == 1]
+    data, x, y, z = shape
     found: dict[tuple[int, ...], Cuboid] = {}
-    for order in permutations(long):
-        stride, inside = 1, []
-        for axis in reversed(order):
-            inside.append((axis, max(1, min(sizes[axis], node // stride))))
-            stride *= sizes[axis]
-        key = tuple(count for _, count in sorted(inside))
-        if key not in found:
-            data, x, y, z = shape
-            found[key] = Cuboid(x, y, z, data, (*short, *order))
+    for cuboid in mesh.orders(Cuboid(x, y, z, data)):
+        stride, inside = 1, {}
+        for axis in reversed(cuboid.order):
+            inside[axis] = max(1, min(cuboid.sizes[axis], node // stride))
+            stride *= cuboid.sizes[axis]
+        found.setdefault(tuple(inside[axis] for axis in AXES), cuboid)
     return list(found.values())
 
 

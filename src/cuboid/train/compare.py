@@ -1,5 +1,6 @@
 """Train on a cuboid and on one device side by side, and compare the loss at every step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,13 @@ class Curves:
 
     @property
     def difference(self) -> float:
-        """The largest over the steps, relative to serial's loss; infinite where either is not a number."""
-        apart = [abs(b - a) / abs(a) for a, b in zip(self.serial, self.cuboid, strict=True)]
-        return max(each if each == each else float("inf") for each in apart)
+        return furthest(self.serial, self.cuboid)
+
+
+def furthest(serial: Sequence[float], losses: Sequence[float]) -> float:
+    """The largest difference over the steps, relative to serial's loss; infinite where either is not a number."""
+    apart = [abs(b - a) / abs(a) for a, b in zip(serial, losses, strict=True)]
+    return max(each if each == each else float("inf") for each in apart)
 
 
 def curves(world: World, config: TrainConfig, dtype: torch.dtype) -> Curves | None:

@@ -23,7 +23,7 @@ from cuboid.loss import Loss
 from cuboid.mesh import Mesh
 from cuboid.model import Transformer
 from cuboid.parallel import Index, Parallel, Place
-from cuboid.parallel.cuboid import CuboidParallel, Policy, suitable_schedule
+from cuboid.parallel.cuboid import COMPUTE, CuboidParallel, Policy, suitable_schedule
 from cuboid.parallel.serial import Serial
 from cuboid.randomness import key_of
 from cuboid.schedule import Schedule
@@ -37,8 +37,6 @@ from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
 from cuboid.train.progress import Progress, StepReport
 from cuboid.train.run import RunFolder, fresh_path
-
-COMPUTE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
