@@ -99,7 +99,9 @@ def test_without_overlap_all_is_waited_for_at_once(pool: Pools) -> None:
     ],
 )
 def test_what_suits(batch: int, seq: int, shape: tuple[int, int, int], suits: Schedule) -> None:
-    assert suitable_schedule(MODEL.replace(hidden=144), Cuboid(*shape), batch, seq, 4) == suits
+    model, cuboid = MODEL.replace(hidden=144), Cuboid(*shape)
+    assert suitable_schedule(model, cuboid, batch, seq, 4) == suits
+    assert suitable_schedule(model, cuboid, batch, seq, 4, apart=False) == PREFETCH
 
 
 # Memory

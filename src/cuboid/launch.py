@@ -31,6 +31,12 @@ class World:
     rank: int
     size: int
     device: torch.device
+    local_size: int  # ranks on its host
+
+    @property
+    def apart(self) -> bool:
+        """Whether messages leave the processors that compute: something can then be hidden."""
+        return self.device.type == "cuda" or self.local_size < self.size
 
 
 class RankError(RuntimeError):
@@ -64,7 +70,7 @@ def join_world(store: dist.Store | None = None, timeout: float = 600) -> World:
         timeout=timedelta(seconds=timeout),
         device_id=device if cuda else None,
     )
-    return World(rank, size, device)
+    return World(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
 
 def _keep_memory() -> None:
@@ -78,10 +84,17 @@ def _keep_memory() -> None:
 
 
 def _serve(
-    rank: int, size: int, local: int, host: Host | None, door: socket.socket, pipe: connection.Connection
+    rank: int,
+    size: int,
+    local: int,
+    local_size: int,
+    host: Host | None,
+    door: socket.socket,
+    pipe: connection.Connection,
 ) -> None:
     """A forked rank: run what arrives on the pipe until it closes. The ranks meet behind `door`."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(size))
+    where = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
+    os.environ.update({name: str(value) for name, value in where.items()})
     if host is None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
@@ -168,10 +181,12 @@ class Pool:
         with _door(cluster) as door:
             for rank in range(ranks):
                 ours, theirs = fork.Pipe()
-                local, host = rank, None
+                local, local_size, host = rank, ranks, None
                 if cluster is not None:
-                    local, host = rank % ranks_per_host, cluster.host(rank // ranks_per_host)
-                process = fork.Process(target=_serve, args=(rank, ranks, local, host, door, theirs), daemon=True)
+                    local, local_size = rank % ranks_per_host, ranks_per_host
+                    host = cluster.host(rank // ranks_per_host)
+                args = rank, ranks, local, local_size, host, door, theirs
+                process = fork.Process(target=_serve, args=args, daemon=True)
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)

@@ -71,10 +71,10 @@ class Contestant:
         return step_cost(p.config, k, at, p.batch, p.seq, p.policy, schedule=self.schedule(p))
 
     def schedule(self, problem: Problem) -> Schedule:
-        """Of a cuboid, what suits its sizes."""
+        """Of a cuboid, what suits its sizes and the network."""
         if self.way not in ("cube", "cuboid", "FSDP×TP") or not self.overlap:
             return OFF
-        return suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4)
+        return suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4, problem.apart)
 
     def parallel(self, problem: Problem, mesh: Mesh) -> Parallel:
         if self.way == "serial":

@@ -48,7 +48,7 @@ class Lean:
 def cpu(ranks: int, rounds: int, out: Path, console: Console, hidden: int = 1024) -> list[Lean]:
     """Every cuboid of so many ranks."""
     model = ModelConfig("gpt2", layers=2, hidden=hidden, heads=16, vocab=512, context=256, tied=False)
-    problem = Problem(model, 16, 256)
+    problem = Problem(model, 16, 256, apart=False)
     one = Contestant("serial", Cuboid())
     many = [Contestant("cuboid", shape) for shape in feasible(problem, ranks)]
     seconds: dict[Contestant, list[float]] = {each: [] for each in (one, *many)}

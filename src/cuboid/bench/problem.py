@@ -1,6 +1,6 @@
 """What every contestant of a benchmark computes: one model, one batch."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ class Problem:
     seq: int
     policy: Policy = Policy(activations="retain")
     seed: int = 0
+    apart: bool = True  # ranks' messages leave the processors that compute
 
     @property
     def tokens(self) -> int:
@@ -35,7 +36,7 @@ class Problem:
         heads = self.config.heads
         hidden = max(1, round(self.config.hidden * factor / heads)) * heads
         config = self.config.replace(hidden=hidden, head_dim=hidden // heads, ffn=4 * hidden)
-        return Problem(config, round(self.batch * factor), self.seq, self.policy, self.seed)
+        return replace(self, config=config, batch=round(self.batch * factor))
 
     def export(self) -> dict[str, Any]:
         return asdict(self)

@@ -36,7 +36,7 @@ class Calibration:
 def calibrate(world: World, settings: Settings, name: str) -> Calibration | None:
     """On every rank; rank 0 shows its progress and returns what was found."""
     began, bench = time.perf_counter(), Bench(world)
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    node = world.local_size
     direct = world.device.type != "cuda"
     with told(world.rank == 0) as tell:
         tell("products")

@@ -1,7 +1,7 @@
 """`cuboid bench`: 1-D, 2-D, 2.5-D, FSDP × TP and 3-D side by side, on one model, one batch, one machine."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -125,7 +125,9 @@ def bench(
         problem = base.grown(size, sizes[0]) if what == "weak" else base
         found = every(problem, size) if what == "layouts" else scaling(problem, size, ranks_per_host)
         chosen = _chosen(possible(found, problem), only or [""])
-        trials += [Trial(problem, size, chosen, each) for each in rates]
+        for each in rates:
+            apart = bool(each) or under_torchrun()
+            trials.append(Trial(replace(problem, apart=apart), size, chosen, each))
     pace = Pace(rounds or own.rounds, steps or own.steps, ranks_per_host)
     settings = {"ranks": sizes, "ranks_per_host": ranks_per_host, "rates": rates, **vars(pace)}
     result = run_bench(Result(what, settings), trials, pace, out, console)

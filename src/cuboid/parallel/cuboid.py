@@ -229,11 +229,14 @@ class CuboidParallel(Bucketed):
         return value
 
 
-def suitable_schedule(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int, itemsize: int) -> Schedule:
-    """Where activations move and are large enough for it to pay: four parts of a rank's batch, or two, or chunks."""
+def suitable_schedule(
+    config: ModelConfig, cuboid: Cuboid, batch: int, seq: int, itemsize: int, apart: bool = True
+) -> Schedule:
+    """Where activations move and are large enough for it to pay: four parts of a rank's batch, or two, or chunks. Where
+    messages are made by the processors that compute (not `apart`) nothing can be hidden, and parts only cost."""
     samples = batch // cuboid.data // gcd(batch // cuboid.data, cuboid.x)
     most = batch * seq * config.hidden * itemsize // cuboid.ranks // LEAST_PART
-    if cuboid.y * cuboid.z == 1 or most < 2:
+    if cuboid.y * cuboid.z == 1 or most < 2 or not apart:
         return PREFETCH
     parts = next((n for n in (4, 2) if n <= most and samples % n == 0), 1)
     return Schedule(parts=parts) if parts > 1 else Schedule(chunks=min(4, most))

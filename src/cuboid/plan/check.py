@@ -113,7 +113,7 @@ def _step(hw: Hardware, row: dict[str, Any]) -> Step:
     if sizes.get("rope_scaling"):
         sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
     config, batch, seq = ModelConfig(**sizes), problem["batch"], problem["seq"]
-    schedule = suitable_schedule(config, cuboid, batch, seq, 4)
+    schedule = suitable_schedule(config, cuboid, batch, seq, 4, problem.get("apart", True))
     policy = Policy(**{each.name: problem["policy"][each.name] for each in fields(Policy)})
     predicted = predict(hw, Work(config, batch, seq, "fp32"), cuboid, Choice("none", policy, schedule))
     step = row["spread"]["step"]

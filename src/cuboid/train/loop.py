@@ -60,7 +60,8 @@ class Outcome:
 def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
     memory, d, asked, dtype = config.memory, config.data, config.overlap, COMPUTE[config.precision.dtype]
     cuboid, policy = config.cuboid_shape(), Policy(memory.activations, memory.weights, memory.head_elements)
-    suits = suitable_schedule(model, cuboid, d.batch // d.micro_batches, d.seq, (dtype or torch.float32).itemsize)
+    batch, itemsize = d.batch // d.micro_batches, (dtype or torch.float32).itemsize
+    suits = suitable_schedule(model, cuboid, batch, d.seq, itemsize, world.apart)
     schedule = Schedule(asked.prefetch, asked.parts or suits.parts, asked.chunks or suits.chunks)
     return CuboidParallel(model, Mesh(cuboid, world.rank, world.device), policy, dtype, schedule)
 
