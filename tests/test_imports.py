@@ -19,6 +19,7 @@ CORE = (
     "layout",
     "randomness",
     "loss",
+    "fuse",
     "activation",
     "attention",
     "comm",

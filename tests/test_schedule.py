@@ -4,14 +4,17 @@ import json
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sharded import EXACT, Case, compare
 from tiny import on, tiny, write_text
 from torch import Tensor
 
@@ -58,6 +61,21 @@ def test_values_do_not_depend_on_the_schedule(shape: Cuboid, pool: Pools) -> Non
         for rank, (gradients, _) in enumerate(run(stepped, shape, schedule)):
             for a, b in zip(gradients, plain[rank][0], strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def compare_compiled(world: World, case: Case) -> dict[str, float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own imports warn
+        return compare(world, case)
+
+
+@pytest.mark.skipif(which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_compiled_elementwise_work_gives_the_same(family: Any, pool: Pools) -> None:
+    config = ModelConfig(family, layers=1, hidden=24, heads=4, vocab=37, context=12)
+    case = Case(config, Cuboid(1, 1, 2), 2, 12, schedule=Schedule(compile=True))
+    errors = pool(2).run(compare_compiled, case)[0]
+    assert max(errors.values()) < EXACT, errors
 
 
 def test_what_is_launched_when(pool: Pools) -> None:

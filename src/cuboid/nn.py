@@ -160,7 +160,7 @@ class MLP(nn.Module):
             H = gelu(u)
         else:
             g, u = yield from self.parallel.into(X, W, [self.gate.weighted, self.up.weighted])
-            H = swiglu(g, u)
+            H = swiglu(g, u, self.parallel.schedule.fuse)
         Y = yield from self.parallel.out_of(H, W, self.down.weighted)
         return Y
 

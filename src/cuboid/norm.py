@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.comm import Flight, Pause, Steps, all_gather, all_reduce, token
+from cuboid.fuse import Fuse, plain
 from cuboid.mesh import Axis
 from cuboid.weights import Bucket, Weights
 
@@ -30,6 +31,7 @@ class Norm:
     z: Axis
     eps: float
     centred: bool  # LayerNorm; else RMSNorm
+    fuse: Fuse = plain
     flight: Flight | None = None
     x: Tensor | None = None
     backward: tuple[Tensor, Tensor, Tensor] | None = None
@@ -45,7 +47,8 @@ def norm(x: Tensor, W: Weights, call: Norm) -> Steps:
 
 
 def statistics(x: Tensor, centred: bool) -> Tensor:
-    """[s b d] -> [1, 2, s, b] (mean, M2) or [1, 1, s, b] (Σx²)."""
+    """[s b d] -> [1, 2, s, b] (mean, M2) or [1, 1, s, b] (Σx²), in fp32 or better."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if not centred:
         return x.square().sum(-1)[None, None]
     var, mean = torch.var_mean(x, -1, correction=0)
@@ -66,6 +69,34 @@ def normalised(x: Tensor, stats: Tensor) -> Tensor:
     """x̂"""
     stats = stats[..., None]
     return (x - stats[0]) * stats[1] if len(stats) == 2 else x * stats[0]
+
+
+def scaled(x: Tensor, stats: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """y"""
+    y = normalised(x, stats) * w
+    if b is not None:
+        y += b
+    return y.to(x.dtype)
+
+
+def backward_sums(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, n: int) -> tuple[Tensor, ...]:
+    """g and x̂; this part of the row sums, mean(g) (LayerNorm) and mean(g x̂); dw, and db (LayerNorm)."""
+    x_hat = normalised(x, stats)
+    dy = dy.to(x_hat.dtype)
+    g = dy * w
+    sums, gradients = (g * x_hat).sum(-1)[None], [(dy * x_hat).sum((0, 1))]
+    if len(stats) == 2:
+        sums = torch.cat((g.sum(-1)[None], sums))
+        gradients.append(dy.sum((0, 1)))
+    return g, x_hat, sums / n, *gradients
+
+
+def gradient(g: Tensor, x_hat: Tensor, r: Tensor, sums: Tensor) -> Tensor:
+    """dx"""
+    dx = g - x_hat * sums[-1]
+    if len(sums) == 2:
+        dx -= sums[0]
+    return dx.mul_(r)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -91,7 +122,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Norm) -> Tensor:
         ctx.call = call
-        parts = statistics(x.to(torch.promote_types(x.dtype, torch.float32)), call.centred)
+        parts = call.fuse(statistics)(x, call.centred)
         call.flight = (all_gather if call.centred else all_reduce)(parts, call.z)
         call.x = x
         return token(x)
@@ -99,13 +130,9 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         call = ctx.call
-        sums = call.flight.wait()[..., None]
-        g, x_hat, r = call.backward
+        dx = call.fuse(gradient)(*call.backward, call.flight.wait()[..., None])
         call.backward = call.flight = None
-        dx = g - x_hat * sums[-1]
-        if call.centred:
-            dx -= sums[0]
-        return dx.mul_(r), None
+        return dx, None
 
 
 class _Normalise(torch.autograd.Function):
@@ -117,22 +144,14 @@ class _Normalise(torch.autograd.Function):
         stats = merge(call.flight.wait(), x.shape[-1] * call.z.size, call.eps, call.centred)
         call.flight = call.x = None
         ctx.save_for_backward(x, stats)
-        y = normalised(x, stats) * w
-        if b is not None:
-            y += b
-        return y.to(x.dtype)
+        y: Tensor = call.fuse(scaled)(x, stats, w, b)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, (x, stats) = ctx.call, ctx.saved_tensors
-        x_hat = normalised(x, stats)
-        dy = dy.to(x_hat.dtype)
-        g = dy * call.bucket.again(call.weight)
-        n = x.shape[-1] * call.z.size
-        sums = (g * x_hat).sum(-1)[None]
-        if call.centred:
-            sums = torch.cat((g.sum(-1)[None], sums))
-        call.flight = all_reduce(sums / n, call.z)
+        w, n = call.bucket.again(call.weight), x.shape[-1] * call.z.size
+        g, x_hat, sums, *gradients = call.fuse(backward_sums)(dy, x, stats, w, n)
+        call.flight = all_reduce(sums, call.z)
         call.backward = g, x_hat, stats[-1][..., None]
-        gradients = [(dy * x_hat).sum((0, 1))] + ([] if call.bias is None else [dy.sum((0, 1))])
         return token(x), None, *gradients

@@ -1,4 +1,4 @@
-"""What is on its way while something else computes. Values do not depend on it; times do.
+"""What is on its way while something else computes, and how that is computed. Times depend on it, values do not.
 
     prefetch   the next layer's weights are gathered while this one computes, in forward and in backward; the last
                layer's stay from one to the other
@@ -6,6 +6,7 @@
                collectives are in flight; autograd plays the same interleaving backwards
     chunks     a product takes its tokens so many at a time: one chunk is multiplied while the next is gathered and the
                one before scattered. For a batch that has no parts
+    compile    elementwise work is fused by torch.compile: values then differ in rounding
 
 What a product can hide by itself it always does: X's second gather under dX's product, dX's scatter under dW's, and
 dW's scatter under everything that follows. On a `Mesh` made with `overlap=False` every collective is awaited where it
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuboid.comm import Steps
+from cuboid.fuse import Fuse, compiled, plain
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ class Schedule:
     prefetch: bool = True
     parts: int = 1
     chunks: int = 1
+    compile: bool = False
+
+    @property
+    def fuse(self) -> Fuse:
+        return compiled if self.compile else plain
 
     def __post_init__(self) -> None:
         for name in ("parts", "chunks"):

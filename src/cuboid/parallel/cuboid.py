@@ -124,7 +124,8 @@ class CuboidParallel(Bucketed):
         return X
 
     def norm(self, X: Tensor, W: Weights, weight: nn.Parameter, bias: nn.Parameter | None) -> Steps:
-        call = Norm(W.bucket, weight, bias, self.mesh.z, self.config.norm_eps, centred=bias is not None)
+        eps, fuse = self.config.norm_eps, self.schedule.fuse
+        call = Norm(W.bucket, weight, bias, self.mesh.z, eps, centred=bias is not None, fuse=fuse)
         Y = yield from norm(X, W, call)
         return Y
 
@@ -168,7 +169,7 @@ class CuboidParallel(Bucketed):
         elif place.turn is not None:
             v = v.contiguous()  # else the view would keep q's and k's memory as well
         if place.turn is not None:
-            q, k = rotate(q, place.turn), rotate(k, place.turn)
+            q, k = (rotate(each, place.turn, self.schedule.fuse) for each in (q, k))
         if how.cache is not None:
             return attend_cached(q, k, v, how.cache, place.seq)
         if place.context.size > 1:

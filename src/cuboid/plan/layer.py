@@ -85,7 +85,7 @@ class Layer:
 
     def save(self, size: Array) -> None:
         if self.saving:
-            self.tape.saved = self.tape.saved + size
+            self.tape.saved += size
 
     # Products
 
@@ -97,7 +97,7 @@ class Layer:
             sides = {1: (m, n_j, k_i), 2: (m, k_i, n_j), 3: (n_j, k_i, m)}[equation]
             seconds = out.blocks * k_blocks * self.tape.prices.product(*sides)
             self.tape.compute("products", seconds * (n > 0))
-            self.tape.flops = self.tape.flops + 2 * m * n * k
+            self.tape.flops += 2 * m * n * k
 
     def product(self, k: Array, outs: Sequence[Out], k_axis: str, n_axis: str, k_blocks: Array | int = 1) -> Steps:
         t = self.tape
@@ -137,7 +137,10 @@ class Layer:
     def qkv(self) -> tuple[Array, list[Out], str, str]:
         """All three travel together by heads, or keys and values apart by tokens where they have too few heads."""
         s = self.sizes
-        return s.d, [Out([s.q, *[s.kv * ~s.few] * 2], s.z), Out([s.kv * s.few] * 2)], "z", "y"
+        outs = [Out([s.q, *[s.kv * ~s.few] * 2], s.z)]
+        if s.few.any():
+            outs.append(Out([s.kv * s.few] * 2))
+        return s.d, outs, "z", "y"
 
     def up(self) -> tuple[Array, list[Out], str, str]:
         return self.sizes.d, [Out([self.sizes.f] * (2 if self.c.gated else 1))], "z", "y"

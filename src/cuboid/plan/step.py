@@ -199,5 +199,5 @@ class _Step(Layer):
             t.wait(t.launch(axis, "all_reduce", np.full_like(self.m, 2), itemsize=self.wide))
         t.wait(dX)
         t.wait(dW)
-        t.flops = t.flops + 3 * 2 * self.m * s.d * s.vocab
+        t.flops += 3 * 2 * self.m * s.d * s.vocab
         self.save(self.m // s.y * s.d * self.e + s.head_weight().shard * STORED + self.wide)  # dX, dW and the count

@@ -66,20 +66,23 @@ class Tape:
         self._wide = {axis: group.inside < group.size for axis, group in groups.items()}
         self.flops = np.zeros(count, dtype=np.int64)
         self.saved = np.zeros(count, dtype=np.int64)
-        self._compute: dict[str, Array] = {}
+        self._compute: dict[str, Array] = defaultdict(lambda: np.zeros(count))
         self._exposed = {axis: np.zeros(count) for axis in groups}
         self._in_flight = {axis: np.zeros(count) for axis in groups}
         self._calls: dict[tuple[str, str], Array] = defaultdict(lambda: np.zeros(count, dtype=np.int64))
         self._sent: dict[tuple[str, str], Array] = defaultdict(lambda: np.zeros(count, dtype=np.int64))
 
     def compute(self, kind: str, seconds: Array) -> None:
-        until = np.maximum(np.maximum(*self._free) - self.now, 0.0)
         slow = self.hw.slowdown
-        took = seconds + slow * until
+        took = np.maximum(*self._free)  # u, in place from here on: this runs a thousand times a candidate
+        took -= self.now
+        np.maximum(took, 0.0, out=took)
+        took *= slow
+        took += seconds
         if slow < 1:
-            took = np.minimum(took, seconds / (1 - slow))
-        self.now = self.now + took
-        self._compute[kind] = self._compute.get(kind, 0.0) + took
+            np.minimum(took, seconds / (1 - slow), out=took)
+        self.now += took
+        self._compute[kind] += took
 
     def stream(self, kind: str, size: Array, operations: int = 1) -> None:
         """An elementwise operation that reads and writes so many bytes."""
@@ -89,17 +92,20 @@ class Tape:
         """Of `whole` elements, `times` after one another. A group of its own is named axis/what."""
         fare, name = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize), axis.split("/")[0]
         seconds = times * fare.seconds
-        self._calls[name, kind] = self._calls[name, kind] + times * fare.used
-        self._sent[name, kind] = self._sent[name, kind] + times * fare.sent
-        self._in_flight[axis] = self._in_flight[axis] + seconds
+        self._calls[name, kind] += times * fare.used
+        self._sent[name, kind] += times * fare.sent
+        self._in_flight[axis] += seconds
+        near, far = self._free
         if self.hw.one_wire:
-            lands = np.maximum(self.now, self._free[0]) + seconds
-            self._free[0] = np.where(fare.used, lands, self._free[0])
+            lands = np.maximum(self.now, near)
+            lands += seconds
+            np.copyto(near, lands, where=fare.used)
         else:
             wide = self._wide[axis]
-            lands = np.maximum(self.now, np.where(wide, self._free[1], self._free[0])) + seconds
-            self._free[0] = np.where(fare.used & ~wide, lands, self._free[0])
-            self._free[1] = np.where(fare.used & wide, lands, self._free[1])
+            lands = np.maximum(self.now, np.where(wide, far, near))
+            lands += seconds
+            np.copyto(near, lands, where=fare.used & ~wide)
+            np.copyto(far, lands, where=fare.used & wide)
         summing = None if fare.summing is None else times * fare.summing
         flight = Flight(axis, np.where(fare.used, lands, self.now), summing)
         if not self.overlap:
@@ -113,8 +119,8 @@ class Tape:
 
     def _land(self, flight: Flight) -> None:
         late = np.maximum(flight.lands - self.now, 0.0)
-        self._exposed[flight.axis] = self._exposed[flight.axis] + late
-        self.now = self.now + late
+        self._exposed[flight.axis] += late
+        self.now += late
 
     def totals(self) -> Totals:
         return Totals(

@@ -128,11 +128,12 @@ class MemorySection:
 
 @dataclass(frozen=True)
 class OverlapSection:
-    """what is sent while something else computes"""
+    """what is sent while something else computes, and how lean that is"""
 
     prefetch: bool = key(True, "gather the next layer's weights while this one computes")
     parts: int = key(0, "of a batch in step, one computes while others send; 1: none, 0: what suits", at_least=0)
     chunks: int = key(0, "of a product's tokens, multiplied while others are sent; 1: none, 0: what suits", at_least=0)
+    compile: bool = key(False, "fuse elementwise work with torch.compile")
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel
     cuboid, policy = config.cuboid_shape(), Policy(memory.activations, memory.weights, memory.head_elements)
     batch, itemsize = d.batch // d.micro_batches, (dtype or torch.float32).itemsize
     suits = suitable_schedule(model, cuboid, batch, d.seq, itemsize, world.apart)
-    schedule = Schedule(asked.prefetch, asked.parts or suits.parts, asked.chunks or suits.chunks)
+    schedule = Schedule(asked.prefetch, asked.parts or suits.parts, asked.chunks or suits.chunks, asked.compile)
     return CuboidParallel(model, Mesh(cuboid, world.rank, world.device), policy, dtype, schedule)
 
 
