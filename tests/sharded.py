@@ -23,6 +23,7 @@ from cuboid.nn import declared
 from cuboid.parallel import Index, Parallel
 from cuboid.parallel.cuboid import CuboidParallel, Policy
 from cuboid.parallel.serial import Serial
+from cuboid.parallel.two_d import TwoD
 from cuboid.schedule import PREFETCH, Schedule
 
 EXACT = 1e-9  # relative, in fp64
@@ -56,6 +57,11 @@ class Outcome(NamedTuple):
 
 def on_cuboid(case: Case, mesh: Mesh) -> Parallel:
     return CuboidParallel(case.config, mesh, case.policy, schedule=case.schedule)
+
+
+def on_squares(case: Case, mesh: Mesh) -> Parallel:
+    """2-D and 2.5-D."""
+    return TwoD(case.config, mesh)
 
 
 def compare(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel] = on_cuboid) -> dict[str, float]:

@@ -1,15 +1,36 @@
-"""64 ranks, each a process: the paper's cube, and the cuboid that moves less than it."""
+"""64 ranks, each a process: the paper's cube and the cuboid that moves less than it; 2-D and 2.5-D as large."""
 
-from sharded import Case, compare, wrong
+from collections.abc import Callable, Iterator
+
+import pytest
+from sharded import Case, compare, on_cuboid, on_squares, wrong
 
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool
-from cuboid.mesh import Cuboid
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.parallel import Parallel
 
 LLAMA = ModelConfig("llama", layers=1, hidden=20, heads=16, kv_heads=8, head_dim=2, vocab=37, ffn=44)
+SQUARE = ModelConfig("llama", layers=1, hidden=64, heads=8, vocab=61, ffn=64)
 
 
-def test_step_on_64_ranks_is_the_step_on_one_device() -> None:
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
     with Pool(64) as pool:
-        for cuboid in (Cuboid(4, 4, 4), Cuboid(8, 4, 2)):
-            assert not wrong(pool.run(compare, Case(LLAMA, cuboid, batch=4, seq=10))[0]), cuboid
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("parallel", "case"),
+    [
+        (on_cuboid, Case(LLAMA, Cuboid(4, 4, 4), batch=4, seq=10)),
+        (on_cuboid, Case(LLAMA, Cuboid(8, 4, 2), batch=4, seq=10)),
+        (on_squares, Case(SQUARE, Cuboid(1, 8, 8), batch=8, seq=6)),
+        (on_squares, Case(SQUARE, Cuboid(4, 4, 4), batch=16, seq=6)),
+    ],
+    ids=["cube", "cuboid", "2-D", "2.5-D"],
+)
+def test_step_on_64_ranks_is_the_step_on_one_device(
+    parallel: Callable[[Case, Mesh], Parallel], case: Case, ranks: Pool
+) -> None:
+    assert not wrong(ranks.run(compare, case, parallel)[0])

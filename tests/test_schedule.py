@@ -223,5 +223,5 @@ def late(world: World, shape: Cuboid, steps: int) -> float:
 @pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), Cuboid(2, 3, 2)], ids=str)
 def test_late_ranks_do_not_lock_each_other(shape: Cuboid, pool: Pools) -> None:
     """More of them: CUBOID_LATE_STEPS=1000 pytest tests/test_schedule.py -k late"""
-    steps = int(os.environ.get("CUBOID_LATE_STEPS", "20"))
+    steps = int(os.environ.get("CUBOID_LATE_STEPS", "10"))
     assert len(set(pool(shape.ranks).run(late, shape, steps))) == 1

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from sharded import Case, batch_of, compare, relative, wrong
+from sharded import Case, batch_of, compare, on_squares, relative, wrong
 from torch import Tensor
 
 from cuboid.comm import Flight, broadcast, landed, reduce
@@ -20,7 +20,6 @@ from cuboid.measure import count_flops, saved_for_backward
 from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.model import Transformer
 from cuboid.nn import declared
-from cuboid.parallel import Parallel
 from cuboid.parallel.serial import Serial
 from cuboid.parallel.two_d import TwoD
 from cuboid.summa import sweep
@@ -30,10 +29,6 @@ Pools = Callable[[int], Pool]
 GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=12, vocab=37, context=15, ffn=36, dropout=0.2)
 LLAMA = ModelConfig("llama", layers=2, hidden=24, heads=12, kv_heads=6, head_dim=4, vocab=41, ffn=48)
 HARD = Loss(label_smoothing=0.1, z_loss=0.01)
-
-
-def two_d(case: Case, mesh: Mesh) -> Parallel:
-    return TwoD(case.config, mesh)
 
 
 EXACT = [
@@ -60,14 +55,7 @@ def name_of(case: Case) -> str:
 
 @pytest.mark.parametrize("case", EXACT, ids=name_of)
 def test_step_is_the_step_on_one_device(case: Case, pool: Pools) -> None:
-    assert not wrong(pool(case.cuboid.ranks).run(compare, case, two_d)[0])
-
-
-def test_step_on_64_ranks_is_the_step_on_one_device() -> None:
-    config = ModelConfig("llama", layers=1, hidden=64, heads=8, vocab=61, ffn=64)
-    with Pool(64) as pool:
-        for cuboid, batch in ((Cuboid(1, 8, 8), 8), (Cuboid(4, 4, 4), 16)):
-            assert not wrong(pool.run(compare, Case(config, cuboid, batch, seq=6), two_d)[0]), cuboid
+    assert not wrong(pool(case.cuboid.ranks).run(compare, case, on_squares)[0])
 
 
 # Cost

@@ -1,7 +1,7 @@
 """Do all layouts learn alike? Train one model on one text with each of them, and compare the loss curves."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -52,11 +52,16 @@ def curve(world: World, config: TrainConfig, layout: Layout, name: str) -> list[
     return losses
 
 
-def accuracy(steps: int, out: Path, console: Console) -> None:
-    """The demo's model and text, dropout included, in fp32."""
+def accuracy(steps: int, out: Path, console: Console, only: Sequence[str] = ("",)) -> None:
+    """The demo's model and text, dropout included, in fp32: serial's curve, and of the others those that begin with one
+    of `only`."""
+    chosen = {name: who for name, who in CONTESTANTS.items() if name == "serial" or name.startswith(tuple(only))}
+    for each in only:
+        if not any(name.startswith(each) for name in chosen):
+            raise ValueError(f"--only {each!r} is the beginning of none of {', '.join(CONTESTANTS)}")
     config = load(None, [f"schedule.steps={steps}", f"schedule.warmup={min(steps, 20)}", "model.dropout=0.1"])
     curves: dict[str, list[float]] = {}
-    for name, (ranks, layout) in CONTESTANTS.items():
+    for name, (ranks, layout) in chosen.items():
         with Pool(ranks) as pool:
             curves[name] = pool.run(curve, config, layout, name)[0]
     apart = {name: furthest(curves["serial"], losses) for name, losses in curves.items()}

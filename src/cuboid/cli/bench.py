@@ -92,7 +92,7 @@ def bench(
     """
     console = Console() if sys.stdout.isatty() else Console(width=132)
     if what == "accuracy":
-        accuracy(steps or (50 if quick else 200), out, console)
+        accuracy(steps or (50 if quick else 200), out, console, only or [""])
         return
     if what == "overlap":
         overlap(rounds or (2 if quick else 5), out, console, hidden or 1024, only or [""])
