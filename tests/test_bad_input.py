@@ -21,6 +21,8 @@ GPT2 = ModelConfig("gpt2", hidden=24, heads=12, vocab=37, context=16)
 REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     (lambda: ModelConfig(vocab=0), ["vocab=0", "at least 1"]),
     (lambda: ModelConfig(layers=2.0), ["layers=2.0", "whole number"]),  # type: ignore[arg-type]
+    (lambda: ModelConfig(layers=1 << 17), ["layers=131072", "at most 65536"]),
+    (lambda: ModelConfig(hidden=1 << 40, heads=8), ["hidden=1099511627776", "at most 16777216"]),
     (lambda: ModelConfig(ffn=-1), ["ffn=-1", "at least 0"]),
     (lambda: ModelConfig("gpt3"), ["family='gpt3'", "gpt2, llama"]),
     (lambda: ModelConfig(hidden=100, heads=8), ["hidden=100", "heads=8", "96 or 104", "head_dim"]),

@@ -9,6 +9,10 @@ FAMILIES = ("gpt2", "llama")
 ROPE_KINDS = ("llama3", "linear")
 
 
+#: Of any size: products of them still fit in 64 bits.
+MOST, MOST_LAYERS = 1 << 24, 1 << 16
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Rotary wavelengths stretched by `factor`: all of them ("linear"), or, as Llama 3 does from the context it was
@@ -57,10 +61,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ValueError(f"family={self.family!r} is not known; choose one of {', '.join(FAMILIES)}")
-        for name in ("layers", "hidden", "heads", "vocab", "context"):
-            _at_least(name, getattr(self, name), 1)
+        _size("layers", self.layers, 1, MOST_LAYERS)
+        for name in ("hidden", "heads", "vocab", "context"):
+            _size(name, getattr(self, name), 1)
         for name in ("kv_heads", "head_dim", "ffn", "window"):
-            _at_least(name, getattr(self, name), 0)
+            _size(name, getattr(self, name), 0)
         gpt2 = self.family == "gpt2"
         fill: dict[str, Any] = {}
         fill["kv_heads"] = self.kv_heads or self.heads
@@ -141,8 +146,8 @@ class ModelConfig:
                 f"hidden={self.hidden} cannot be cut into z={cuboid.z}; use hidden "
                 f"{_multiples_near(self.hidden, cuboid.z)} or another z"
             )
-        _at_least("batch", batch, 1)
-        _at_least("seq", seq, 1)
+        _size("batch", batch, 1)
+        _size("seq", seq, 1)
         if batch % cuboid.data:
             raise ValueError(
                 f"batch={batch} cannot be cut into data={cuboid.data}; use batch {_multiples_near(batch, cuboid.data)}"
@@ -167,9 +172,11 @@ class ModelConfig:
         return replace(self, **changes)
 
 
-def _at_least(name: str, value: object, least: int) -> None:
+def _size(name: str, value: object, least: int, most: int = MOST) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+    if value > most:
+        raise ValueError(f"{name}={value!r} must be at most {most}")
 
 
 def _multiples_near(n: int, of: int) -> str:

@@ -30,7 +30,7 @@ def plan(
         str,
         typer.Argument(help="A preset (cuboid config --presets) or a config.json of Hugging Face. Left out: sizes."),
     ] = "",
-    devices: Annotated[int, typer.Option(help="How many.", min=1)] = 8,
+    devices: Annotated[int, typer.Option(help="How many.", min=1, max=1 << 20)] = 8,
     hardware: Annotated[
         str, typer.Option(help=f"One of {', '.join(machines.PRESETS)}, or a file of cuboid calibrate.")
     ] = "h100-ndr",

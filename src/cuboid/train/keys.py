@@ -8,10 +8,13 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from math import isfinite
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+#: Of any number: the last whole one that 64 bits hold.
+LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Key:
     def _within(self, value: float) -> bool:
         rule = self.rule
         return (
-            isfinite(value)
+            abs(value) <= LARGEST
             and (rule.at_least is None or value >= rule.at_least)
             and (rule.above is None or value > rule.above)
             and (rule.below is None or value < rule.below)
@@ -114,6 +117,8 @@ class Key:
         )
 
     def _remedy(self, value: Any) -> str:
+        if isinstance(value, int) and abs(value) > LARGEST:
+            return "use one that 64 bits hold"
         texts = [choice for choice in self.choices if isinstance(choice, str)]
         near = get_close_matches(value, texts, 1) if isinstance(value, str) else []
         return f"did you mean {toml(near[0])}?" if near else f"the default is {toml(self.default)}"

@@ -1,0 +1,165 @@
+"""Whatever a configuration or a command line holds, it runs or is refused: no traceback, no hang.
+
+More of it: CUBOID_FUZZ=10000 pytest tests/test_fuzz.py
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import click
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from cuboid.cli import app
+from cuboid.train.config import TrainConfig, load, resolved_toml
+from cuboid.train.keys import keys, toml
+
+EXAMPLES = int(os.environ.get("CUBOID_FUZZ", "150"))
+LONGEST = 60  # seconds an attempt may take
+
+often = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+
+
+class Began(Exception):
+    """Input was taken, and work would begin."""
+
+
+def began(*args: Any, **options: Any) -> None:
+    raise Began
+
+
+@contextmanager
+def no_work() -> Iterator[None]:
+    """Neither ranks nor hosts are started, and what takes too long is interrupted."""
+
+    def too_long(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(LONGEST)
+    try:
+        with patch("cuboid.launch.Pool.__init__", began), patch("cuboid.cluster.Cluster.__init__", began):
+            yield
+    finally:
+        signal.alarm(0)
+
+
+@contextmanager
+def somewhere() -> Iterator[Path]:
+    """A working directory with a text, a file of noise and a folder that is empty."""
+    before = Path.cwd()
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "text.txt").write_text("To be, or not to be\n" * 99)
+        (folder / "noise").write_bytes(bytes(range(256)) * 9)
+        (folder / "empty").mkdir()
+        os.chdir(folder)
+        try:
+            yield folder
+        finally:
+            os.chdir(before)
+
+
+# Configurations
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+numbers = st.one_of(
+    st.integers(-3, 9),
+    st.integers(),
+    st.sampled_from([2**31, 2**63, 10**30, 10**400]),
+    st.floats(width=64),
+)
+scalars = st.one_of(st.booleans(), numbers, texts)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+names = st.one_of(st.sampled_from(sorted(keys(TrainConfig))), texts)
+
+
+def refused_or_fine(text: bytes) -> None:
+    with somewhere() as folder, no_work():
+        (folder / "run.toml").write_bytes(text)
+        with suppress(ValueError):
+            config = load(folder / "run.toml")
+            config.check()
+            resolved_toml(config)
+
+
+@often
+@given(st.dictionaries(names, values, max_size=4))
+def test_values_of_any_kind(changes: dict[str, Any]) -> None:
+    lines = [f"{name} = {toml(value)}" for name, value in changes.items()]
+    refused_or_fine("\n".join(lines).encode())
+
+
+@often
+@given(st.data())
+def test_torn_and_mixed_files(data: st.DataObject) -> None:
+    text = bytearray(resolved_toml(TrainConfig()).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text) - 1))
+        text[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=6))
+    refused_or_fine(bytes(text))
+
+
+@often
+@given(st.binary(max_size=60))
+def test_files_of_anything(content: bytes) -> None:
+    refused_or_fine(content)
+
+
+# Command lines
+
+
+@cache
+def commands() -> dict[tuple[str, ...], click.Command]:
+    """Every command by the words that name it."""
+
+    def walk(command: click.Command, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+        if isinstance(command, click.Group):
+            for name, each in command.commands.items():
+                yield from walk(each, (*words, name))
+        else:
+            yield words, command
+
+    return dict(walk(get_command(app), ()))
+
+
+PLAUSIBLE = [
+    *("8", "2,2,2", "1,1,1", "auto", "0", "-1", "3", "64", "4096", "1e9", "1000000007", "99999999999999999999"),
+    *("text.txt", "noise", "empty", "nowhere", "", "/", "/dev/null", "..", "~"),
+    *("gpt2", "gpt2-1.5b", "llama", "a100-hdr", "bf16", "fp64", "layouts", "strong", "100mbit", "x=1", "model.hidden=24", "data=3"),
+]
+words = st.one_of(st.sampled_from(PLAUSIBLE), texts, numbers.map(str))
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
+    name = draw(st.sampled_from(sorted(commands())))
+    command, line = commands()[name], list(name)
+    for parameter in command.params:
+        if isinstance(parameter, click.Argument):
+            line += draw(st.lists(words, min_size=0 if not parameter.required else 1, max_size=1))
+        elif draw(st.integers(0, 3)) == 0:
+            option = draw(st.sampled_from(parameter.opts))
+            line += [option] if getattr(parameter, "is_flag", False) else [option, draw(words)]
+    return line + draw(st.lists(words, max_size=1))
+
+
+@often
+@given(command_lines())
+def test_any_command_line(line: list[str]) -> None:
+    with somewhere(), no_work():
+        done = CliRunner().invoke(app, line)
+    if not isinstance(done.exception, Began | ValueError | SystemExit | None):
+        raise AssertionError(f"cuboid {' '.join(line)}") from done.exception
+    assert done.exit_code in (0, 1, 2), line
+    assert "Traceback" not in done.output
