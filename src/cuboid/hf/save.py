@@ -70,8 +70,8 @@ class Provenance:
         for name, (file, dtype) in tensors.items():
             if Path(file).name != file or not file.endswith(".safetensors") or dtype not in DTYPES:
                 raise ValueError(
-                    f"{place / _TENSORS}: tensor {name} is said to be in {file!r} as {dtype}; only safetensors files in "
-                    "the folder itself are written; import the model again"
+                    f"{place / _TENSORS}: tensor {name} is said to be in {file!r} as {dtype}; only safetensors files "
+                    "in the folder itself are written; import the model again"
                 )
         return cls(place, tensors)
 
