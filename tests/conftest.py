@@ -4,12 +4,16 @@ Backward runs in those ranks alone, never in this process: what autograd leaves 
 fork.
 """
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from tiny import Cuboid, Said
 
+from cuboid.cli import main
 from cuboid.launch import Pool
 
 torch.set_num_threads(1)
@@ -47,3 +51,18 @@ def pool() -> Iterator[Callable[[int], Pool]]:
     yield of
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture
+def cuboid(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cuboid:
+    """The command in this process, which spares the seconds that importing torch takes, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["cuboid", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        return Said(int(ended.value.code or 0), out, err)
+
+    return run

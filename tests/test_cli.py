@@ -9,46 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from tiny import on, settings, write_text
+from tiny import Cuboid, Said, on, sets, settings, write_text
 
-from cuboid.cli import main
 from cuboid.cli import train as command
 from cuboid.launch import World
 
 CUBOID = str(Path(sys.executable).with_name("cuboid"))
-
-
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Cuboid = Callable[..., Said]
-
-
-@pytest.fixture
-def cuboid(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cuboid:
-    """The command in this process, which spares the seconds that importing torch takes, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: object) -> Said:
-        monkeypatch.setattr(sys, "argv", ["cuboid", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capfd.readouterr()
-        return Said(int(ended.value.code or 0), out, err)
-
-    return run
-
-
-def sets(changes: list[str]) -> list[str]:
-    return [word for change in changes for word in ("--set", change)]
 
 
 def steps_of(run: Path) -> list[int]:

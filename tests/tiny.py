@@ -1,7 +1,9 @@
 """A model small enough to train in a test, on a text made for it."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -41,6 +43,21 @@ def write_text(folder: Path, seed: int = 0) -> Path:
 def settings(text: Path, *more: str) -> list[str]:
     """For `--set`."""
     return [*SETTINGS, f"data.paths={text}", *more]
+
+
+def sets(changes: list[str]) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
+class Said(NamedTuple):
+    """What a command said, and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Cuboid = Callable[..., Said]
 
 
 def tiny(text: Path, *more: str) -> TrainConfig:

@@ -43,6 +43,10 @@ class RankError(RuntimeError):
     """A rank failed; the message carries its traceback."""
 
 
+class RunError(RuntimeError):
+    """What ended a run is no fault of the program, a full disk say; the message says all, and no traceback is shown."""
+
+
 def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
@@ -193,7 +197,8 @@ class Pool:
                 self._ranks.append(process)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """`fn(world, *args)` on every rank; the results in rank order. A rank's ValueError is raised here as such."""
+        """`fn(world, *args)` on every rank; the results in rank order. A rank's ValueError or
+        RunError is raised here as such."""
         for pipe in self._pipes:
             pipe.send((fn, args))
         waiting, answers = dict(enumerate(self._pipes)), {}
@@ -218,7 +223,7 @@ class Pool:
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def _fail(self, rank: int, error: Exception | None, trace: str) -> None:
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError | RunError):
             raise error
         code = self._ranks[rank].exitcode
         raise RankError(

@@ -10,6 +10,7 @@ from rich.text import Text
 from cuboid import __version__
 from cuboid.cli.bench import bench
 from cuboid.cli.calibrate import calibrate
+from cuboid.cli.checkpoint import app as checkpoint
 from cuboid.cli.config import config
 from cuboid.cli.convert import export, import_
 from cuboid.cli.data import app as data
@@ -18,7 +19,7 @@ from cuboid.cli.plan import plan
 from cuboid.cli.sample import sample
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
-from cuboid.launch import RankError, is_first
+from cuboid.launch import RankError, RunError, is_first
 
 app = typer.Typer(
     name="cuboid",
@@ -38,6 +39,7 @@ app.command()(plan)
 app.command()(calibrate)
 app.command()(config)
 app.add_typer(data, name="data")
+app.add_typer(checkpoint, name="checkpoint")
 
 
 @app.callback(invoke_without_command=True)
@@ -51,8 +53,16 @@ def main() -> None:
         app()
     except ValueError as error:
         if is_first():  # under torchrun every rank finds the same fault; one says so
-            Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+            say(error)
         sys.exit(2)
+    except RunError as error:
+        if is_first():
+            say(error)
+        sys.exit(1)
     except RankError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def say(error: Exception) -> None:
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)

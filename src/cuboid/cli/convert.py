@@ -20,6 +20,7 @@ from cuboid.model import Transformer
 from cuboid.parallel.cuboid import CuboidParallel
 from cuboid.train import checkpoint
 from cuboid.train.origin import Origin
+from cuboid.train.writer import Writer
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CUBOID = Annotated[str, typer.Option(help="x,y,z to run on; one process unless given.")]
@@ -49,11 +50,12 @@ def import_on_rank(world: World, folder: Path, out: Path, cuboid: Cuboid) -> Non
         model = from_pretrained(folder, mesh, wide, advance)
     if world.rank == 0:
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        out.chmod(0o700)
         Provenance.keep(folder, out)
         if (folder / FILE).is_file():
             (out / FILE).write_bytes((folder / FILE).read_bytes())
-    writer = checkpoint.Writer(out / "checkpoints", model, keep=0, background=False)
-    writer.save(0, None, {"model": asdict(model.config), "updates": 0, "data": None})
+    writer = Writer(out / "checkpoints", model, keep=0, background=False)
+    writer.save(0, None, {"model": asdict(model.config), "updates": 0, "data": None, "cuboid": cuboid.sizes})
     console.print(f"wrote {checkpoint.newest(out)}")
 
 

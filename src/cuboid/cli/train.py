@@ -30,7 +30,8 @@ def train(
     ] = None,
     preset: Annotated[str, typer.Option(help="Begin with the sizes of a known model.")] = "",
     resume: Annotated[
-        Path | None, typer.Option(help="Go on from the newest complete checkpoint of this run, on any cuboid.")
+        Path | None,
+        typer.Option(help="Go on from this run's newest good checkpoint, or from this one, on any cuboid."),
     ] = None,
     cuboid: Annotated[
         str, typer.Option(help="x,y,z; or auto: what cuboid plan finds fastest for as many ranks as configured.")
@@ -50,8 +51,8 @@ def train(
     start = run = None
     overrides = overrides or []
     if resume is not None:
-        start = checkpoint.newest(resume)
-        run = start.parent.parent
+        start = resume.resolve()
+        run = checkpoint.candidates(start)[0].parent.parent
         if config is None:  # the run's own, wherever its folder is by now
             own = [f"logging.folder={toml(str(run))}", "model.pretrained="]  # its weights are its own by now
             config, overrides = run / "config.toml", own + overrides

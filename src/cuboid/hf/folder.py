@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import RawIOBase
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,7 @@ from cuboid.layout import Range
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -67,20 +68,29 @@ def stored(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder by its name, from the files' headers alone."""
     found: dict[str, Stored] = {}
     for path, names in _files(folder).items():
-        with _open(path) as file:
-            inside, offsets = sorted(file.keys()), _offsets(path)
-            for name in names or ():
-                if name not in inside:
-                    raise ValueError(f"{path} lacks tensor {name}, which {INDEX} says it has; download it again")
-            for name in inside:
-                if name in found:
-                    raise ValueError(f"tensor {name} is in {found[name].file} and in {path}; keep one of them")
-                part = file.get_slice(name)
-                if part.get_dtype() not in DTYPES:
-                    raise ValueError(
-                        f"{path}: tensor {name} is of type {part.get_dtype()}; only {', '.join(DTYPES)} can be read"
-                    )
-                found[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype(), offsets[name])
+        inside = stored_in(path)
+        for name in names or ():
+            if name not in inside:
+                raise ValueError(f"{path} lacks tensor {name}, which {INDEX} says it has; download it again")
+        for name, tensor in inside.items():
+            if name in found:
+                raise ValueError(f"tensor {name} is in {found[name].file} and in {path}; keep one of them")
+            found[name] = tensor
+    return found
+
+
+def stored_in(path: Path) -> dict[str, Stored]:
+    """Every tensor of a file by its name."""
+    found = {}
+    with _open(path) as file:
+        offsets = _offsets(path)
+        for name in sorted(file.keys()):
+            part = file.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise ValueError(
+                    f"{path}: tensor {name} is of type {part.get_dtype()}; only {', '.join(DTYPES)} can be read"
+                )
+            found[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype(), offsets[name])
     return found
 
 
@@ -171,21 +181,22 @@ def index_json(files: Mapping[str, Sequence[Planned]]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def write_header(file: BinaryIO, tensors: Sequence[Planned]) -> None:
+def header(tensors: Sequence[Planned]) -> bytes:
     """Of a file that has these tensors in this order; they are to follow."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
-        header[tensor.name] = {
+        content[tensor.name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "data_offsets": [at, at + tensor.bytes],
         }
         at += tensor.bytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight
-    file.write(len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text
 
 
-def write_tensor(file: BinaryIO, value: Tensor) -> None:
-    file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+def raw(value: Tensor) -> memoryview:
+    """What follows the header."""
+    return value.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -21,7 +21,7 @@ from cuboid.data.tokenizer import FILE as TOKENIZER
 from cuboid.data.tokenizer import Tokenizer
 from cuboid.hf import folder as files
 from cuboid.hf.architecture import CONFIG, config_json, kind_of, model_config, read_config
-from cuboid.hf.folder import DTYPES, Planned
+from cuboid.hf.folder import DTYPES, NAMES, Planned
 from cuboid.hf.load import Progress
 from cuboid.hf.names import Source, canonical, source_of
 from cuboid.layout import Spec
@@ -32,7 +32,6 @@ from cuboid.nn import declared
 SHARD_BYTES = 5 << 30
 _PLACE, _TENSORS = "huggingface", "tensors.json"
 _BESIDE = (".json", ".txt", ".model", ".jinja")
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,26 @@ class Provenance:
 
     @classmethod
     def of(cls, run: Path) -> "Provenance | None":
-        """A run's, if its model came from a folder."""
+        """A run's, if its model came from a folder. Files are read from there and written to an export by their names
+        alone: a link, or a name with a folder in it, would lead elsewhere."""
         place = run / _PLACE
         if not (place / _TENSORS).is_file():
             return None
-        where = json.loads((place / _TENSORS).read_text("utf-8"))
-        return cls(place, {name: (file, dtype) for name, (file, dtype) in where.items()})
+        for path in (place, *place.iterdir()):
+            if path.is_symlink():
+                raise ValueError(f"{path} is a link; put what it leads to in its place")
+        try:
+            where = json.loads((place / _TENSORS).read_text("utf-8"))
+            tensors = {str(name): (str(file), str(dtype)) for name, (file, dtype) in where.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{place / _TENSORS} is not as it was written: {error}; import the model again") from None
+        for name, (file, dtype) in tensors.items():
+            if Path(file).name != file or not file.endswith(".safetensors") or dtype not in DTYPES:
+                raise ValueError(
+                    f"{place / _TENSORS}: tensor {name} is said to be in {file!r} as {dtype}; only safetensors files "
+                    "in the folder itself are written; import the model again"
+                )
+        return cls(place, tensors)
 
     def fits(self, config: ModelConfig) -> bool:
         """Whether config.json still says what the model is; how it is trained is no part of that."""
@@ -145,14 +158,14 @@ def _plan(
     shapes = {name: first.source.shape(first.spec.shape) for name, (first, *_) in parts.items()}
     if provenance is None:
         at_rest = dtype or next(iter(parts.values()))[0].parameter.dtype
-        planned = [Planned(name, shape, _NAMES[at_rest]) for name, shape in shapes.items()]
+        planned = [Planned(name, shape, NAMES[at_rest]) for name, shape in shapes.items()]
         groups = files.sharded(planned, shard_bytes)
     else:
         groups = {}
         for name, (file, came_as) in provenance.tensors.items():
             theirs = canonical(config, name)
             if theirs is not None:
-                as_dtype = came_as if dtype is None else _NAMES[dtype]
+                as_dtype = came_as if dtype is None else NAMES[dtype]
                 groups.setdefault(file, []).append(Planned(name, shapes[theirs], as_dtype))
     return {file: files.in_order(tensors) for file, tensors in groups.items()}
 
@@ -178,9 +191,9 @@ def _write(path: Path, tensors: list[Planned], parts: list[list[Part]], mesh: Me
             whole(each, mesh)
         return
     with path.open("wb") as file:
-        files.write_header(file, tensors)
+        file.write(files.header(tensors))
         for planned, each in zip(tensors, parts, strict=True):
-            files.write_tensor(file, whole(each, mesh).to(DTYPES[planned.dtype]))
+            file.write(files.raw(whole(each, mesh).to(DTYPES[planned.dtype])))
             progress(planned.bytes)
         file.flush()
         os.fsync(file.fileno())

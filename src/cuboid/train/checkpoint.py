@@ -1,32 +1,35 @@
 """Checkpoints that load on any cuboid: parameters and optimizer state as DTensors under the whole model's names.
 
-A checkpoint is a folder step-00000100 with torch.distributed.checkpoint's files, state.json (what is not a tensor) and
-manifest.json (size and checksum of every other file). It is written aside, made durable, and renamed into place, so
-that a folder of that name is complete whatever happened. A thread writes, over a process group of its own.
+A checkpoint is a folder step-00000100 with the tensors' files (`storage.py`), state.json (what is not a tensor) and
+manifest.json (size and checksum of every file). It appears by a rename when it is complete and leaves by another, so
+that a folder of that name was whole once: what it lacks now, it has lost.
 """
 
-import hashlib
 import json
-import os
 import re
-import shutil
-import threading
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from cuboid.comm import all_reduce
+from cuboid.comm import from_all, from_first
 from cuboid.config import ModelConfig, RopeScaling
+from cuboid.mesh import Mesh
 from cuboid.model import Transformer
 from cuboid.nn import declared
+from cuboid.train import manifest
+from cuboid.train.manifest import Damaged, Sum
+from cuboid.train.storage import PieceReader
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
+STATE = "state.json"
+State = Mapping[str, Any]
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -45,79 +48,15 @@ def tensors(model: Transformer, optimizer: torch.optim.Optimizer | None, copy: b
     return found
 
 
-class Writer:
-    """Writes checkpoints into `folder`, keeping the newest `keep` (0: all). Every rank makes one."""
-
-    def __init__(self, folder: Path, model: Transformer, keep: int, background: bool) -> None:
-        self.folder, self.model, self.keep, self.background = folder, model, keep, background
-        self.group = dist.new_group(backend="gloo")
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def save(self, step: int, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
-        """Copy everything now and write it, perhaps while the next steps run. A model that was never trained has no
-        optimizer."""
-        self.wait()
-        copies = tensors(self.model, optimizer, copy=True)
-        self._thread = threading.Thread(target=self._write, args=(step, copies, {"step": step, **state}))
-        self._thread.start()
-        if not self.background:
-            self.wait()
-
-    def wait(self) -> None:
-        """Until the last checkpoint is in place; raises what went wrong with it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise RuntimeError(f"a checkpoint could not be written to {self.folder}: {error}") from error
-
-    def _write(self, step: int, copies: dict[str, DTensor], state: dict[str, Any]) -> None:
-        try:
-            final = self.folder / f"step-{step:08d}"
-            aside, rank = final.with_suffix(".aside"), self.model.parallel.mesh.rank
-            if rank == 0:
-                for left in self.folder.glob("step-*.aside"):  # by a run that was killed
-                    shutil.rmtree(left)
-                aside.mkdir(mode=0o700, parents=True)
-            dist.barrier(self.group)
-            dcp.save(copies, storage_writer=dcp.FileSystemWriter(aside, thread_count=1), process_group=self.group)
-            mine = sorted(aside.glob(f"__{rank}_*.distcp"))
-            _write_json(aside / f"checksums-{rank}.json", {file.name: _checksum(file) for file in mine})
-            dist.barrier(self.group)
-            if rank == 0:
-                self._publish(aside, final, state)
-            dist.barrier(self.group)
-        except BaseException as error:  # handed to the next `wait`
-            self._error = error
-
-    def _publish(self, aside: Path, final: Path, state: dict[str, Any]) -> None:
-        manifest: dict[str, Any] = {}
-        for part in sorted(aside.glob("checksums-*.json")):
-            manifest |= json.loads(part.read_text())
-            part.unlink()
-        _write_json(aside / "state.json", state)
-        for name in (".metadata", "state.json"):
-            manifest[name] = _checksum(aside / name)
-        _write_json(aside / "manifest.json", manifest)
-        _sync(aside)
-        for given_up in complete(self.folder):  # a run resumed from before them takes these steps anew
-            if step_of(given_up) >= step_of(final):
-                _remove(given_up)
-        aside.rename(final)
-        _sync(self.folder)
-        if self.keep:
-            for old in complete(self.folder)[: -self.keep]:
-                _remove(old)
+# Which
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first."""
+    """The checkpoints in `folder` that were completed, oldest first. A link is none of ours."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / "manifest.json").is_file()]
-    return sorted(found, key=step_of)
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -126,106 +65,132 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def newest(folder: Path) -> Path:
-    """`folder` itself if it is a checkpoint, else the newest in it or in its `checkpoints`; absolute."""
-    folder = folder.resolve()
-    if (folder / "manifest.json").is_file():
-        return folder
-    found = complete(folder / "checkpoints") or complete(folder)
+def candidates(given: Path) -> list[Path]:
+    """`given` itself if it is a checkpoint, else those in it or in its `checkpoints`, newest first; absolute."""
+    given = given.resolve()
+    if given.is_dir() and (_NAME.fullmatch(given.name) or (given / manifest.FILE).is_file()):
+        return [given]
+    found = complete(given / "checkpoints") or complete(given)
     if not found:
-        raise ValueError(f"{folder} has no complete checkpoint; give a run folder with one, or a checkpoint itself")
-    return found[-1]
+        raise ValueError(f"{given} has no complete checkpoint; give a run folder with one, or a checkpoint itself")
+    return found[::-1]
 
 
-def state_of(path: Path) -> dict[str, Any]:
-    """What the checkpoint says of itself, before its tensors are read."""
-    if not _fits(path / "state.json", manifest_of(path)):
-        raise damaged(path, ["state.json"])
-    state: dict[str, Any] = json.loads((path / "state.json").read_text())
-    return state
+def newest(given: Path) -> Path:
+    """The first of the candidates that looks whole."""
+    damage = []
+    for path in candidates(given):
+        try:
+            inspect(path)
+        except Damaged as error:
+            damage.append(error)
+        else:
+            return path
+    raise none_good(given, damage)
 
 
-def manifest_of(path: Path) -> dict[str, list[int | str]]:
-    try:
-        manifest: dict[str, list[int | str]] = json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError):
-        raise damaged(path, ["manifest.json"]) from None
-    return manifest
+def none_good(given: Path, damage: list[Damaged]) -> ValueError:
+    if len(damage) == 1:
+        return ValueError(f"{damage[0]}; use another")
+    listed = "; ".join(f"{error.path.name}: {', '.join(error.names)}" for error in damage)
+    return ValueError(f"every checkpoint of {given} is damaged ({listed}); begin a new run")
 
 
-def damaged(path: Path, names: Sequence[str]) -> ValueError:
-    listed = ", ".join(names)
-    return ValueError(f"checkpoint {path} is damaged: {listed} missing or changed since it was written; use another")
+# What it says
+
+
+def inspect(path: Path) -> tuple[dict[str, Sum], State]:
+    """Its manifest and state, if these are as they were written and the other files are of the right size."""
+    sums = manifest.read(path)
+    wrong = [name for name, each in sums.items() if not manifest.same_size(path, name, each)]
+    if STATE not in sums or (STATE not in wrong and not manifest.same(path, STATE, sums[STATE])):
+        wrong.append(STATE)
+    if wrong:
+        raise Damaged(path, sorted(wrong))
+    state: State = json.loads((path / STATE).read_bytes())
+    if _NAME.fullmatch(path.name) and state["step"] != step_of(path):
+        raise Damaged(path, [f"{STATE}, which is of step {state['step']},"])
+    return sums, state
 
 
 def model_config(path: Path) -> ModelConfig:
     """The model a checkpoint is of."""
-    values = dict(state_of(path)["model"])
+    values = dict(inspect(path)[1]["model"])
     scaling = values.pop("rope_scaling")
     return ModelConfig(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
 
 
-def check_model(path: Path, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's state, if it is of a model like ours; dropout may differ."""
-    state = state_of(path)
+def check_model(path: Path, state: State, ours: Mapping[str, Any]) -> None:
+    """Raise unless the checkpoint is of a model like ours; dropout may differ."""
     theirs = state["model"]
     different = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
     different = [key for key in different if key not in ("dropout", "init_std")]
     if different:
         listed = ", ".join(f"model.{key}={theirs.get(key)!r} (here {ours.get(key)!r})" for key in different)
         raise ValueError(f"{path} is a checkpoint of another model: {listed}; train the same model or another folder")
+
+
+# What it holds
+
+
+def load(
+    given: Path,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer | None = None,
+    check: Callable[[Path, State], None] = lambda path, state: None,
+) -> State:
+    """Fill the model (and the optimizer) from the newest good checkpoint of a run, or from the one that is given,
+    written on whichever cuboid; what it says besides. Every rank calls it, and all raise alike: `check` may refuse."""
+    path, state = choose(given, model.parallel.mesh, check)
+    try:
+        dcp.load(tensors(model, optimizer), storage_reader=PieceReader(path))
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise ValueError(f"checkpoint {path} cannot be loaded: {cause}; use another") from error
+    if optimizer is not None:
+        done = torch.tensor(float(state["updates"]))
+        for parameter in model.parameters():
+            optimizer.state[parameter]["step"].copy_(done)
     return state
 
 
-def load(path: Path, model: Transformer, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Fill the model (and the optimizer) from a checkpoint of any cuboid. Every rank calls it."""
-    verify_files(path, model)
-    state = tensors(model, optimizer)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(path))
-    if optimizer is not None:
-        done = torch.tensor(float(state_of(path)["updates"]))
-        for parameter in model.parameters():
-            optimizer.state[parameter]["step"].copy_(done)
+def choose(given: Path, mesh: Mesh, check: Callable[[Path, State], None]) -> tuple[Path, State]:
+    """The newest of the candidates whose every file is as it was written, and its state. The first rank lists them and
+    reads manifests, so that all go by the same; each rank reads its share of the files. Damage is told on stderr."""
+    damage: list[Damaged] = []
+    for path in _from_first(lambda: candidates(given), mesh):
+        try:
+            sums, state = _from_first(lambda path=path: inspect(path), mesh)  # type: ignore[misc]
+            check(path, state)
+            verify(path, sums, mesh)
+        except Damaged as error:
+            damage.append(error)
+            continue
+        if mesh.rank == 0:
+            for each in damage:
+                print(f"warning: {each}; {path.name} is used instead", file=sys.stderr, flush=True)
+        return path, state
+    raise none_good(given, damage)
 
 
-def verify_files(path: Path, model: Transformer) -> None:
+def verify(path: Path, sums: Mapping[str, Sum], mesh: Mesh) -> None:
     """Hold every file against the manifest, each rank its share of them; all ranks raise if one does not fit."""
-    mesh, manifest = model.parallel.mesh, manifest_of(path)
-    names = sorted(manifest)
-    wrong = torch.zeros(len(names), device=mesh.device)
-    for i in range(mesh.rank, len(names), mesh.world.size):
-        wrong[i] = not _fits(path / names[i], manifest)
-    found = all_reduce(wrong, mesh.world).wait().tolist()
-    if any(found):
-        raise damaged(path, [name for name, bad in zip(names, found, strict=True) if bad])
+    mine = sorted(sums)[mesh.rank :: mesh.world.size]
+    wrong = [name for name in mine if not manifest.same(path, name, sums[name])]
+    found = [name for of_rank in from_all(wrong, mesh.world) for name in of_rank]
+    if found:
+        raise Damaged(path, sorted(found))
 
 
-def _fits(file: Path, manifest: Mapping[str, Any]) -> bool:
-    return file.is_file() and _checksum(file) == manifest.get(file.name)
-
-
-def _checksum(file: Path) -> list[int | str]:
-    with file.open("rb") as f:
-        return [file.stat().st_size, hashlib.file_digest(f, hashlib.blake2b).hexdigest()[:32]]
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _remove(path: Path) -> None:
-    """Its manifest first: half removed, it must not count as complete."""
-    (path / "manifest.json").unlink()
-    shutil.rmtree(path)
-
-
-def _sync(folder: Path) -> None:
-    """Make the folder's own entries durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _from_first(find: Callable[[], Any], mesh: Mesh) -> Any:
+    """What the first rank finds, or raises."""
+    found: Any = None
+    if mesh.rank == 0:
+        try:
+            found = find()
+        except ValueError as error:
+            found = error
+    found = from_first(found, mesh.world)
+    if isinstance(found, ValueError):
+        raise found
+    return found

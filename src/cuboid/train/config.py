@@ -151,6 +151,8 @@ class CheckpointSection:
     every: int = key(0, "steps between checkpoints; 0: only at the end", at_least=0)
     keep: int = key(2, "how many to keep, the newest; 0: all", at_least=0)
     background: bool = key(True, "write them while training goes on")
+    attempts: int = key(4, "times to try to write one, on a full disk say, before the run stops", at_least=1)
+    pause: float = key(10.0, "seconds from one attempt to the next", at_least=0)
 
 
 @dataclass(frozen=True)

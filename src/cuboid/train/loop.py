@@ -37,6 +37,7 @@ from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
 from cuboid.train.progress import Progress, StepReport
 from cuboid.train.run import RunFolder, fresh_path
+from cuboid.train.writer import Writer
 
 
 @dataclass
@@ -197,10 +198,14 @@ class Trainer:
         d = self.config.data
         return {"batch": d.batch, "seq": d.seq, "seed": d.seed}
 
-    def resume(self, path: Path) -> None:
-        state = checkpoint.check_model(path, asdict(self.model.config))
-        check_data(path, state, self)
-        checkpoint.load(path, self.model, self.optimizer)
+    def resume(self, given: Path) -> None:
+        """From the newest good checkpoint of a run, or from the one that is given."""
+
+        def check(path: Path, state: Mapping[str, Any]) -> None:
+            checkpoint.check_model(path, state, asdict(self.model.config))
+            check_data(path, state, self)
+
+        state = checkpoint.load(given, self.model, self.optimizer, check)
         self.done, self.updates = state["step"], state["updates"]
         if self.scale.interval and state["scale"]["interval"]:
             self.scale.scale, self.scale.good = state["scale"]["scale"], state["scale"]["good"]
@@ -292,9 +297,8 @@ def train(
     if resume is not None:
         trainer.resume(resume)
     folder, run = open_folder(trainer, folder, resume)
-    writer = checkpoint.Writer(
-        folder / "checkpoints", trainer.model, config.checkpoint.keep, config.checkpoint.background
-    )
+    c = config.checkpoint
+    writer = Writer(folder / "checkpoints", trainer.model, c.keep, c.background, c.attempts, c.pause)
     began, log, total = time.perf_counter(), config.logging, config.schedule.steps
     value, last, report = float("nan"), 0, None
     console = Console(quiet=world.rank != 0)
@@ -305,7 +309,7 @@ def train(
         while trainer.done < total and not stop:
             if trace and trainer.done == first + 2:
                 trainer.model.parallel.mesh.ledger.spans = []
-            report, stop = trainer.step(bool(asked))
+            report, stop = trainer.step(bool(asked) or writer.failed)
             if trace and trainer.done == first + 2 + trace:
                 keep_trace(trainer, folder)
                 trainer.model.parallel.mesh.ledger.spans = None
@@ -319,7 +323,7 @@ def train(
                 progress.note(f"step {report.step}: validation loss {value:.4f}")
             if run is not None and metrics:
                 run.log(metrics)
-            if (config.checkpoint.every and report.step % config.checkpoint.every == 0) or stop or report.step == total:
+            if (c.every and report.step % c.every == 0) or stop or report.step == total:
                 writer.save(report.step, trainer.optimizer, trainer.state())
     writer.wait()
     if last != trainer.done and not stop:

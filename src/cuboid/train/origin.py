@@ -18,7 +18,7 @@ from cuboid.train import checkpoint
 class Origin:
     """Use `find`."""
 
-    path: Path  # the folder, or the checkpoint
+    path: Path  # the folder, the run or the checkpoint
     config: ModelConfig
     run: Path | None  # of a checkpoint
 
@@ -31,7 +31,7 @@ class Origin:
         if not path.is_dir():
             raise ValueError(f"{path} is no folder; give a Hugging Face folder, a run or a checkpoint")
         found = checkpoint.newest(path)
-        return cls(found, checkpoint.model_config(found), found.parent.parent)
+        return cls(path, checkpoint.model_config(found), found.parent.parent)
 
     @property
     def tokenizer_file(self) -> Path | None:

@@ -10,10 +10,12 @@ plot.png         loss and throughput
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
+from io import RawIOBase
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -32,7 +34,8 @@ class RunFolder:
     def __init__(self, path: Path, tensorboard: bool = True) -> None:
         self.path = path.absolute()
         self._tensorboard = tensorboard
-        self._lines: TextIO | None = None
+        self._lines: RawIOBase | None = None
+        self._unwritten = b""
         self._events: SummaryWriter | None = None
         self._forget_from: int | None = None
 
@@ -41,15 +44,14 @@ class RunFolder:
         """A new folder, or an empty one that is there. Call it once the configuration is known to be good."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            taken = any(path.iterdir())
+            if any(path.iterdir()):
+                raise ValueError(f"run folder {path} is not empty; resume the run in it or choose another folder")
+            path.chmod(0o700)
+            run = cls(path, tensorboard)
+            run.checkpoints.mkdir(mode=0o700)
+            run.config.write_text(config_toml, "utf-8")
         except OSError as error:
             raise ValueError(f"run folder {path} cannot be made: {error.strerror}; choose another") from None
-        if taken:
-            raise ValueError(f"run folder {path} is not empty; resume the run in it or choose another folder")
-        path.chmod(0o700)
-        run = cls(path, tensorboard)
-        run.checkpoints.mkdir()
-        run.config.write_text(config_toml, "utf-8")
         return run
 
     @classmethod
@@ -80,14 +82,20 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Append numbers of one step, `metrics["step"]`. JSON has no NaN: what is not finite is null there."""
+        """Append numbers of one step, `metrics["step"]`. JSON has no NaN: what is not finite is null there. What a full
+        disk does not take is kept until it does; events are then given up."""
         line = {name: value if isfinite(value) else None for name, value in metrics.items()}
         if self._lines is None:
             self._keep_until(inf)  # what a killed run has left of a line must not run into ours
-            self._lines = self.lines.open("a", encoding="utf-8", buffering=1)
-        self._lines.write(json.dumps(line) + "\n")
-        if self._tensorboard:
-            self._log_events(metrics)
+            self._lines = self.lines.open("ab", buffering=0)
+        self._unwritten += (json.dumps(line) + "\n").encode()
+        with suppress(OSError):
+            self._unwritten = self._unwritten[self._lines.write(self._unwritten) :]
+        try:
+            if self._tensorboard:
+                self._log_events(metrics)
+        except OSError:
+            self._tensorboard = False
 
     def metrics(self) -> list[dict[str, float]]:
         """All lines; a last one torn by a crash is left out."""
@@ -102,7 +110,8 @@ class RunFolder:
     def close(self) -> None:
         for stream in (self._lines, self._events):
             if stream is not None:
-                stream.close()
+                with suppress(OSError):
+                    stream.close()
         self._lines = self._events = None
 
     def __enter__(self) -> "RunFolder":

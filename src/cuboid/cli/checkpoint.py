@@ -1,0 +1,120 @@
+"""`cuboid checkpoint`: what checkpoints a run has, whether they are whole, and which to keep."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cuboid.cli.bar import bar
+from cuboid.train import manifest
+from cuboid.train.checkpoint import candidates, complete, inspect, step_of
+from cuboid.train.manifest import Damaged
+from cuboid.train.progress import duration, quantity
+from cuboid.train.writer import leftovers, remove
+
+app = typer.Typer(name="checkpoint", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+RUN = Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")]
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def checkpoint() -> None:
+    """List, verify and prune the checkpoints of a run."""
+
+
+@app.command("list")
+def list_(run: RUN, as_json: JSON = False) -> None:
+    """Print each checkpoint: step, size, age, the cuboid it was written on, and whether it looks whole.
+
+    Manifest, state and the sizes of the other files are looked at; cuboid checkpoint verify reads them all.
+    """
+    rows = [row(path) for path in reversed(candidates(run))]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("step", "size", "age", "cuboid", "state"):
+        table.add_column(column, justify="right" if column in ("step", "size", "age") else "left")
+    for each in rows:
+        size, age = f"{quantity(each['bytes'])}B", duration(each["age_seconds"])
+        cuboid = ",".join(str(n) for n in (each["cuboid"] or {}).values())
+        table.add_row(each["name"], size, age, cuboid, each["damage"] or "looks whole")
+    Console(highlight=False, markup=False, soft_wrap=True).print(table)
+
+
+def row(path: Path) -> dict[str, Any]:
+    files = [file.lstat() for file in path.iterdir()]
+    found: dict[str, Any] = {
+        "name": path.name,
+        "path": str(path),
+        "bytes": sum(file.st_size for file in files),
+        "age_seconds": time.time() - max((file.st_mtime for file in files), default=path.lstat().st_mtime),
+        "cuboid": None,
+        "damage": "",
+    }
+    try:
+        found["cuboid"] = inspect(path)[1]["cuboid"]
+    except Damaged as error:
+        found["damage"] = f"damaged: {', '.join(error.names)}"
+    except ValueError as error:  # of another version
+        found["damage"] = str(error)
+    return found
+
+
+@app.command()
+def verify(run: RUN, as_json: JSON = False) -> None:
+    """Read every file of every checkpoint and hold it against its checksum.
+
+    Exits 0 if all are as they were written, 1 if any is not.
+    """
+    console = Console(highlight=False, markup=False, soft_wrap=True, stderr=as_json)
+    found = {path: damage(path, console) for path in reversed(candidates(run))}
+    if as_json:
+        typer.echo(json.dumps({str(path): wrong for path, wrong in found.items()}, indent=2))
+    else:
+        for path, wrong in found.items():
+            console.print(f"{path}: {'damaged: ' + ', '.join(wrong) if wrong else 'good'}")
+    if any(found.values()):
+        raise typer.Exit(1)
+
+
+def damage(path: Path, console: Console) -> list[str]:
+    """The files of a checkpoint that are not as they were written."""
+    try:
+        sums, _ = inspect(path)
+    except Damaged as error:
+        return list(error.names)
+    with bar(console, f"reading {path}", sum(each.size for each in sums.values())) as advance:
+        return sorted(name for name, each in sums.items() if not manifest.same(path, name, each, advance))
+
+
+@app.command()
+def prune(
+    run: Annotated[Path, typer.Argument(help="A run folder in which nothing is being written.")],
+    keep: Annotated[int, typer.Option(help="How many good ones to keep, the newest.", min=1)] = 2,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+) -> None:
+    """Remove all but the newest good checkpoints: older ones, damaged ones, and what killed runs have left of others.
+
+    Those to be kept are read and held against their checksums first. If there is no good one, none is removed.
+    """
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    folder = candidates(run)[0].parent
+    kept: list[Path] = []
+    for path in reversed(complete(folder)):
+        if len(kept) < keep and not damage(path, console):
+            kept.append(path)
+    if not kept:
+        raise ValueError(f"no checkpoint in {folder} is good; none is removed")
+    gone = [path for path in complete(folder) if path not in kept]
+    for path in [*gone, *leftovers(folder)]:
+        console.print(f"{'would remove' if dry_run else 'removes'} {path}")
+        if not dry_run:
+            remove(path) if path in gone else shutil.rmtree(path)
+    console.print(f"keeps {', '.join(str(step_of(path)) for path in reversed(kept))}")
