@@ -42,7 +42,7 @@ def fail(world: World, how: str) -> object:
     [
         ("raise", r"rank 1 failed\n(?s:.*)in fail\n(?s:.*)KeyError: 'the cause'"),
         ("exit", "rank 1 ended with exit code 3"),
-        ("kill", "rank 1 ended with exit code -9"),
+        ("kill", "rank 1 was killed by SIGKILL"),
         ("answer", r"rank 1 failed\n(?s:.*)lambda"),
     ],
 )

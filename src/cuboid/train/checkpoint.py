@@ -102,9 +102,7 @@ class Writer:
             manifest[name] = _checksum(aside / name)
         _write_json(aside / "manifest.json", manifest)
         _sync(aside)
-        for given_up in complete(self.folder):  # a run resumed from before them takes these steps anew
-            if step_of(given_up) >= step_of(final):
-                _remove(given_up)
+        forget(self.folder, step_of(final) - 1)
         aside.rename(final)
         _sync(self.folder)
         if self.keep:
@@ -118,6 +116,18 @@ def complete(folder: Path) -> list[Path]:
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / "manifest.json").is_file()]
     return sorted(found, key=step_of)
+
+
+def last_step(folder: Path) -> int:
+    """Of the newest complete checkpoint; 0 if there is none."""
+    return max(map(step_of, complete(folder)), default=0)
+
+
+def forget(folder: Path, after: int) -> None:
+    """Remove the checkpoints of steps that a resumed run takes anew."""
+    for path in complete(folder):
+        if step_of(path) > after:
+            _remove(path)
 
 
 def step_of(path: Path) -> int:
