@@ -64,7 +64,8 @@ def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Call
         raise RuntimeError(f"the run left alone has failed: {said}")
     killed = start(config, folder / "killed")
     try:
-        done = list(kill_ranks(killed, folder / "killed", kills, random.Random(seed), tell))
+        ranks = config.cuboid_shape().ranks
+        done = list(kill_ranks(killed, ranks, folder / "killed", kills, random.Random(seed), tell))
         said = killed.communicate(timeout=PATIENCE)[1]
     finally:
         killed.kill()  # and its ranks end with it
@@ -86,7 +87,12 @@ def start(config: TrainConfig, run: Path) -> "subprocess.Popen[str]":
 
 
 def kill_ranks(
-    process: "subprocess.Popen[str]", run: Path, kills: int, dice: random.Random, tell: Callable[[str], None]
+    process: "subprocess.Popen[str]",
+    ranks: int,
+    run: Path,
+    kills: int,
+    dice: random.Random,
+    tell: Callable[[str], None],
 ) -> Iterator[Kill]:
     """One of each generation of ranks: while it starts or, the run having come further, in a step or in a save."""
     dead: set[int] = set()
@@ -101,7 +107,7 @@ def kill_ranks(
 
     for number in range(1, kills + 1):
         moment = dice.choices(MOMENTS, (2, 2, 1))[0]
-        until(lambda: ranks_of(process) - dead)
+        until(lambda: len(ranks_of(process) - dead) == ranks)
         if moment == "while starting":
             time.sleep(dice.uniform(0, 1))
         else:
