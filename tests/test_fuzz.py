@@ -136,7 +136,8 @@ def commands() -> dict[tuple[str, ...], click.Command]:
 PLAUSIBLE = [
     *("8", "2,2,2", "1,1,1", "auto", "0", "-1", "3", "64", "4096", "1e9", "1000000007", "99999999999999999999"),
     *("text.txt", "noise", "empty", "nowhere", "", "/", "/dev/null", "..", "~"),
-    *("gpt2", "gpt2-1.5b", "llama", "a100-hdr", "bf16", "fp64", "layouts", "strong", "100mbit", "x=1", "model.hidden=24", "data=3"),
+    *("gpt2", "gpt2-1.5b", "llama", "a100-hdr", "bf16", "fp64"),
+    *("layouts", "strong", "100mbit", "x=1", "model.hidden=24", "data=3"),
 ]
 words = st.one_of(st.sampled_from(PLAUSIBLE), texts, numbers.map(str))
 

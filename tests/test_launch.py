@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tiny import curve, losses, on, settings, tiny, write_text
 
 from cuboid.launch import Pool, RankError, World, launch
+from cuboid.meeting import fresh_store
 
 Pools = Callable[[int], Pool]
 
@@ -42,7 +43,7 @@ def fail(world: World, how: str) -> object:
     [
         ("raise", r"rank 1 failed\n(?s:.*)in fail\n(?s:.*)KeyError: 'the cause'"),
         ("exit", "rank 1 ended with exit code 3"),
-        ("kill", "rank 1 ended with exit code -9"),
+        ("kill", "rank 1 was killed by SIGKILL"),
         ("answer", r"rank 1 failed\n(?s:.*)lambda"),
     ],
 )
@@ -93,6 +94,27 @@ def test_torchrun_with_other_ranks_than_wanted(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"torchrun started 2 ranks but 8 are wanted; set --nproc-per-node"):
         launch(rank_and_size, 8)
+
+
+def meet_twice(world: World, port: int) -> list[int]:
+    """Through torchrun's store, which stays; how many have come to the one they meet in."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(world.size))
+    found = []
+    for _ in range(2):
+        time.sleep(0.1 * world.rank)
+        store = fresh_store(world.rank, world.size, 60)
+        store.add("came", 1)
+        dist.barrier()
+        found.append(store.add("came", 0))
+        dist.barrier()
+    return found
+
+
+def test_ranks_started_again_do_not_meet_the_dead() -> None:
+    old = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    old.set("cuboid/question/2", "asked by a rank that is gone")
+    with Pool(3) as ranks:
+        assert ranks.run(meet_twice, old.port) == [[3, 3]] * 3
 
 
 def test_torchrun_trains_as_forked_ranks_do(tmp_path: Path, pool: Pools) -> None:

@@ -21,7 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 
-from cuboid.cluster import Cluster, Host
+from cuboid.cluster import PR_SET_PDEATHSIG, Cluster, Host
+from cuboid.meeting import fresh_store, store_is_old
+from cuboid.stop import Stop, leave_signals_to_parent
+
+TIMEOUT = 600.0  # seconds, of a collective
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class World:
     size: int
     device: torch.device
     local_size: int  # ranks on its host
+    attempt: int = 0  # how often ranks had been started before for the same run
+    stop: Stop | None = None
 
     @property
     def apart(self) -> bool:
@@ -41,6 +47,10 @@ class World:
 
 class RankError(RuntimeError):
     """A rank failed; the message carries its traceback."""
+
+
+class RankDied(RankError):
+    """A rank is gone: killed, crashed, out of memory. It has raised nothing that would be raised again."""
 
 
 class RunError(RuntimeError):
@@ -56,9 +66,13 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def join_world(store: dist.Store | None = None, timeout: float = 600) -> World:
+def join_world(
+    store: dist.Store | None = None, timeout: float = TIMEOUT, attempt: int = 0, stop: Stop | None = None
+) -> World:
     """Join the process group that the environment describes: NCCL if there is a GPU for this rank, gloo if not."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if store is None and store_is_old():
+        store = fresh_store(rank, size, timeout)
     local = int(os.environ.get("LOCAL_RANK", rank))
     cuda = torch.cuda.is_available()
     if cuda:
@@ -74,7 +88,7 @@ def join_world(store: dist.Store | None = None, timeout: float = 600) -> World:
         timeout=timedelta(seconds=timeout),
         device_id=device if cuda else None,
     )
-    return World(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    return World(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), attempt, stop)
 
 
 def _keep_memory() -> None:
@@ -95,8 +109,15 @@ def _serve(
     host: Host | None,
     door: socket.socket,
     pipe: connection.Connection,
+    stop: Stop | None,
+    attempt: int,
+    timeout: float,
 ) -> None:
     """A forked rank: run what arrives on the pipe until it closes. The ranks meet behind `door`."""
+    if stop is None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    else:
+        leave_signals_to_parent()
     where = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
     os.environ.update({name: str(value) for name, value in where.items()})
     if host is None:
@@ -107,9 +128,8 @@ def _serve(
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store = _meet(rank, size, door)
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    world = join_world(store)
+    world = join_world(store, timeout, attempt, stop)
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             task = pipe.recv()
@@ -171,7 +191,15 @@ class Pool:
     [0, 1]
     """
 
-    def __init__(self, ranks: int, cluster: Cluster | None = None, ranks_per_host: int = 1) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        cluster: Cluster | None = None,
+        ranks_per_host: int = 1,
+        stop: Stop | None = None,
+        attempt: int = 0,
+        timeout: float = TIMEOUT,
+    ) -> None:
         if ranks < 1:
             raise ValueError(f"ranks={ranks}: at least one rank is needed")
         if cluster is not None and ranks != cluster.size * ranks_per_host:
@@ -189,7 +217,7 @@ class Pool:
                 if cluster is not None:
                     local, local_size = rank % ranks_per_host, ranks_per_host
                     host = cluster.host(rank // ranks_per_host)
-                args = rank, ranks, local, local_size, host, door, theirs
+                args = (rank, ranks, local, local_size, host, door, theirs, stop, attempt, timeout)
                 process = fork.Process(target=_serve, args=args, daemon=True)
                 process.start()
                 theirs.close()
@@ -200,7 +228,8 @@ class Pool:
         """`fn(world, *args)` on every rank; the results in rank order. A rank's ValueError or
         RunError is raised here as such."""
         for pipe in self._pipes:
-            pipe.send((fn, args))
+            with suppress(BrokenPipeError):  # a rank has died already; it is found below
+                pipe.send((fn, args))
         waiting, answers = dict(enumerate(self._pipes)), {}
         while waiting:
             ready = connection.wait([*waiting.values(), *(self._ranks[rank].sentinel for rank in waiting)])
@@ -209,7 +238,7 @@ class Pool:
                 if pipe in ready:
                     try:
                         ok, answer = pipe.recv()
-                    except EOFError:
+                    except (EOFError, ConnectionError):
                         ok, answer = False, (None, "")
                 elif self._ranks[rank].sentinel in ready:
                     ok, answer = False, (None, "")
@@ -217,18 +246,27 @@ class Pool:
                     continue
                 del waiting[rank]
                 if not ok:
+                    if not isinstance(answer[0], ValueError):
+                        rank, answer = self._cause(rank, answer)
                     self.close(kill=True)
                     self._fail(rank, *answer)
                 answers[rank] = answer
         return [answers[rank] for rank in range(len(self._pipes))]
 
+    def _cause(self, rank: int, answer: tuple[Exception | None, str]) -> tuple[int, tuple[Exception | None, str]]:
+        """Of a rank's failure: another's death, if there is one. Who loses a connection may tell before it shows."""
+        connection.wait([process.sentinel for process in self._ranks], timeout=1)
+        dead = [other for other, process in enumerate(self._ranks) if not process.is_alive()]
+        return (dead[0], (None, "")) if dead and rank not in dead else (rank, answer)
+
     def _fail(self, rank: int, error: Exception | None, trace: str) -> None:
         if isinstance(error, ValueError | RunError):
             raise error
-        code = self._ranks[rank].exitcode
-        raise RankError(
-            f"rank {rank} failed\n{trace}" if trace else f"rank {rank} ended with exit code {code}"
-        ) from error
+        if trace:
+            raise RankError(f"rank {rank} failed\n{trace}") from error
+        code = self._ranks[rank].exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise RankDied(f"rank {rank} {how}")
 
     def close(self, kill: bool = False) -> None:
         for pipe in self._pipes:
@@ -254,13 +292,19 @@ def rank_of(world: World) -> int:
     return world.rank
 
 
-def launch(fn: Callable[..., Any], ranks: int = 8, args: Sequence[Any] = ()) -> list[Any]:
+def launch(
+    fn: Callable[..., Any],
+    ranks: int = 8,
+    args: Sequence[Any] = (),
+    stop: Stop | None = None,
+    timeout: float = TIMEOUT,
+) -> list[Any]:
     """Run `fn(world, *args)` on `ranks` ranks of this machine and return what each returned.
 
     Under torchrun the ranks exist already: this one joins them and the list has its own result alone.
     """
     if not under_torchrun():
-        with Pool(ranks) as pool:
+        with Pool(ranks, stop=stop, timeout=timeout) as pool:
             return pool.run(fn, *args)
     size = int(os.environ["WORLD_SIZE"])
     if size != ranks:
@@ -269,8 +313,21 @@ def launch(fn: Callable[..., Any], ranks: int = 8, args: Sequence[Any] = ()) -> 
         )
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
+    _end_with_agent()
     try:
-        return [fn(join_world(), *args)]
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        found = fn(join_world(None, timeout, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), stop), *args)
+    except ValueError:
+        raise
+    except Exception:  # threads that wait for ranks which are gone would keep this one from ending
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)
+    dist.destroy_process_group()
+    return [found]
+
+
+def _end_with_agent() -> None:
+    """A killed agent of torchrun leaves its ranks behind; they must not hold the others up, nor train on alone."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(OSError, AttributeError):  # not on Linux
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import permutations, product
 
 import numpy as np
@@ -178,10 +179,16 @@ class Mesh:
         group keeps threads awake, used or not."""
         others = tuple(name for name in self.NESTING if name != axis)
         lines = self.cuboid.array((*others, axis)).reshape(-1, size // parts).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(lines)
+        group, _ = dist.new_subgroups_by_enumeration(lines, timeout=self._timeout())
         assert group is not None
         self._groups.append(group)
         return group
+
+    def _timeout(self) -> timedelta | None:
+        """The world's; left to itself, a group of some of its ranks would wait for half an hour."""
+        assert dist.group.WORLD is not None
+        options = getattr(dist.group.WORLD._get_backend(self.device), "options", None)
+        return getattr(options, "_timeout", None)
 
     @property
     def dims(self) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """`cuboid train`: from text to a checkpoint that loads anywhere."""
 
 import os
+import re
 import shlex
-import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +13,16 @@ from rich.console import Console
 
 from cuboid.launch import is_first, launch, under_torchrun
 from cuboid.mesh import Cuboid
+from cuboid.restart import keep_running
+from cuboid.stop import Stop
 from cuboid.train import checkpoint
-from cuboid.train.auto import planned
+from cuboid.train.auto import for_ranks, planned
 from cuboid.train.config import TrainConfig, load
 from cuboid.train.keys import toml
 from cuboid.train.loop import Outcome
 from cuboid.train.loop import train as train_on_rank
 from cuboid.train.progress import duration
+from cuboid.train.run import fresh_path
 
 
 def train(
@@ -46,7 +50,9 @@ def train(
     Without a configuration: a small GPT on the running Python's own library, on 8 ranks of this machine.
     Ranks are forked here; on a cluster start it with torchrun: torchrun --nproc-per-node 8 -m cuboid train big.toml
 
-    Ctrl-C finishes the step and saves; a second one ends it at once.
+    Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and exits: with 75 unless it was Ctrl-C. A second one ends it at
+    once. Ranks that die are started again from the newest checkpoint. The same command goes on with a run that was
+    broken off in its logging.folder.
     """
     start = run = None
     overrides = overrides or []
@@ -58,29 +64,56 @@ def train(
             config, overrides = run / "config.toml", own + overrides
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
     chosen.check()
-    folder = Path(chosen.logging.folder) if chosen.logging.folder else run
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks get it too, finish their step and save
-    try:
-        outcome = launch(train_on_rank, chosen.cuboid_shape().ranks, [chosen, folder, start, trace])[0]
-    finally:
-        signal.signal(signal.SIGINT, before)
+    folder = Path(chosen.logging.folder) if chosen.logging.folder else run or unnamed_folder()
+    stop, ranks, timeout = Stop(), chosen.cuboid_shape().ranks, chosen.restart.timeout
+    args = [chosen, folder, start, trace]
+    with stop.listening():
+        if under_torchrun():  # its agent starts them again
+            outcome = launch(train_on_rank, ranks, args, stop, timeout)[0]
+        else:
+            assert folder is not None
+            saved, most = partial(checkpoint.last_step, folder / "checkpoints"), chosen.restart.most
+            outcome = keep_running(train_on_rank, ranks, args, stop, timeout, most, saved, warn)[0]
     if outcome is not None:
         show(outcome)
+    if stop.obeyed:
+        raise typer.Exit(stop.code)
 
 
 def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
-    """The configuration with another cuboid, if one was asked for."""
+    """The configuration with the cuboid that was asked for, or another if torchrun has started other ranks."""
+    ranks, why = int(os.environ["WORLD_SIZE"]) if under_torchrun() else config.cuboid_shape().ranks, ""
     if cuboid == "auto":
-        ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else config.cuboid_shape().ranks
         config, why = planned(config, ranks, hardware)
-        if is_first():
-            Console(highlight=False, soft_wrap=True).print(f"plan    {why}", markup=False)
     elif cuboid:
         k = Cuboid.parse(cuboid, config.cuboid.data)
         config = replace(config, cuboid=replace(config.cuboid, x=k.x, y=k.y, z=k.z))
     if hardware and cuboid != "auto":
         raise ValueError(f"--hardware {hardware} is for --cuboid auto; leave it out or give both")
+    if under_torchrun() and cuboid != "auto":
+        config, why = for_ranks(config, ranks, hardware)
+    if why and is_first():
+        Console(highlight=False, soft_wrap=True).print(f"plan    {why}", markup=False)
     return config
+
+
+def unnamed_folder() -> Path | None:
+    """For a run whose folder nobody has named. Ranks that torchrun starts again must find it, so there it has the name
+    that torchrun gives the run; where that is none, rank 0 names it by the time."""
+    if not under_torchrun():
+        return fresh_path()
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name != "none":
+        return Path("runs", "torchrun-" + re.sub(r"[^\w.-]", "-", name)).absolute()
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        raise ValueError(
+            "ranks that torchrun starts again would not find their run; set logging.folder, or its --rdzv-id"
+        )
+    return None
+
+
+def warn(text: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
 
 
 def show(outcome: Outcome) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -11,13 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.config import FAMILIES, ModelConfig
-from cuboid.launch import launch
+from cuboid.launch import launch, under_torchrun
 from cuboid.loss import Loss
 from cuboid.mesh import AXES, Cuboid, factorisations
 from cuboid.parallel.cuboid import Policy
 from cuboid.schedule import Schedule
 from cuboid.train.compare import curves, draw
 from cuboid.train.config import CuboidSection, LossSection, MemorySection, OverlapSection, TrainConfig
+from cuboid.train.kills import MOMENTS, survive
 from cuboid.verify import DTYPES, Case, Report
 from cuboid.verify import verify as verify_on_rank
 
@@ -56,6 +59,9 @@ def verify(
     steps: Annotated[
         int, typer.Option(help="Train both for this many steps instead and compare the losses.", min=0)
     ] = 0,
+    kills: Annotated[
+        int, typer.Option(help="Train twice instead, once with this many ranks killed, and compare every bit.", min=0)
+    ] = 0,
     plot: Annotated[Path, typer.Option(help="Where --steps draws the two curves.")] = Path("verify.png"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -77,6 +83,9 @@ def verify(
     console = Console(stderr=as_json)
     if steps:
         compare_curves(console, case, steps, plot, as_json)
+        return
+    if kills:
+        kill_ranks(console, case, kills, as_json)
         return
     results = launch(verify_on_rank, shape.ranks, [case])
     report = results[0]
@@ -113,6 +122,30 @@ def compare_curves(console: Console, case: Case, steps: int, plot: Path, as_json
         )
         console.print(f"Both curves: {plot.absolute()}", soft_wrap=True, highlight=False)
     if not ok:
+        raise typer.Exit(1)
+
+
+def kill_ranks(console: Console, case: Case, kills: int, as_json: bool) -> None:
+    """Train on Python's own library with ranks dying, and hold what is left against a run without."""
+    if under_torchrun():
+        raise ValueError("--kills starts runs of its own on this machine; call it without torchrun")
+    with TemporaryDirectory(prefix="cuboid-kills-") as folder:
+        found = survive(training(case, 1), kills, case.seed, Path(folder), partial(console.print, highlight=False))
+    if as_json:
+        print(json.dumps({"ok": found.ok, **asdict(found)}, indent=2))
+    else:
+        table = Table("killed", "times", "steps taken again")
+        for moment in MOMENTS:
+            of = [kill for kill in found.kills if kill.moment == moment]
+            table.add_row(moment, str(len(of)), str(sum(max(0, kill.step - kill.resumed) for kill in of)))
+        console.print(table)
+        verdict = "[bold green]are the same to the bit[/]" if found.ok else "[bold red]MISMATCH[/] in "
+        console.print(
+            f"Parameters and optimizer state, {found.tensors} tensors, every step's loss and gradient norm {verdict}"
+            + ", ".join(found.different),
+            highlight=False,
+        )
+    if not found.ok:
         raise typer.Exit(1)
 
 

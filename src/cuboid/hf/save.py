@@ -45,7 +45,7 @@ class Provenance:
     def keep(cls, source: Path, run: Path) -> None:
         """Copy what is beside the weights into a run's folder."""
         place = run / _PLACE
-        place.mkdir()
+        place.mkdir(exist_ok=True)
         for path in sorted(source.iterdir()):
             if path.is_file() and path.suffix in _BESIDE and path.name != _TENSORS:
                 shutil.copyfile(path, place / path.name)

@@ -35,8 +35,26 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
     policy = choice.policy
     chosen = replace(
         config,
-        cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order),
+        cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order, config.cuboid.others),
         memory=MemorySection(policy.activations, policy.weights, choice.recompute, m.head_elements),
         overlap=OverlapSection(choice.schedule.prefetch, 0 if choice.schedule.parts > 1 else 1, 1),
     )
     return chosen, why(ranking)
+
+
+def for_ranks(config: TrainConfig, ranks: int, machine: str) -> tuple[TrainConfig, str]:
+    """The configuration on as many ranks as there are, and what was changed for that: a cuboid of `cuboid.others`, else
+    what the planner finds. Batch, sequence and data stay."""
+    wanted = config.cuboid_shape()
+    if wanted.ranks == ranks:
+        return config, ""
+    short = f"there are {ranks} ranks, not the {wanted.ranks} of {wanted}"
+    for k in config.other_cuboids():
+        if k.ranks == ranks:
+            sizes = replace(config.cuboid, x=k.x, y=k.y, z=k.z, data=k.data)
+            return replace(config, cuboid=sizes), f"{short}: {k} of cuboid.others"
+    try:
+        changed, reason = planned(config, ranks, machine)
+    except ValueError as error:
+        raise ValueError(f"{short}, and no cuboid of {ranks} is possible: {error}") from None
+    return changed, f"{short}: {reason}"

@@ -59,6 +59,11 @@ def complete(folder: Path) -> list[Path]:
     return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
+def last_step(folder: Path) -> int:
+    """Of the newest complete checkpoint; 0 if there is none."""
+    return max(map(step_of, complete(folder)), default=0)
+
+
 def step_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     assert match is not None

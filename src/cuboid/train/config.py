@@ -17,6 +17,8 @@ from cuboid.presets import PRESETS
 from cuboid.train.keys import assignment, build, flatten, key, keys, toml, value_of, write
 from cuboid.train.origin import Origin
 
+DECISIVE = ("seed", "model", "data", "optimizer", "schedule", "precision", "loss")  # sections that decide the result
+
 
 @dataclass(frozen=True)
 class RopeScalingSection:
@@ -67,6 +69,9 @@ class CuboidSection:
     z: int = key(2, "cuts heads and the hidden width", at_least=1)
     data: int = key(1, "copies of the whole cuboid, each with its own samples", at_least=1)
     order: tuple[str, ...] = key(AXES, "axes from the slowest over ranks to the fastest")
+    others: tuple[str, ...] = key(
+        (), 'such as "1x2x2" or, with data, "1x2x2x2": for other numbers of ranks that torchrun may start; else planned'
+    )
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,14 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True)
+class RestartSection:
+    """what becomes of a run whose ranks die"""
+
+    most: int = key(3, "times in a row that all ranks start again without a new checkpoint; 0: never", at_least=0)
+    timeout: float = key(600.0, "seconds after which a collective that has not ended is an error", above=0)
+
+
+@dataclass(frozen=True)
 class LoggingSection:
     """what is written and shown"""
 
@@ -183,6 +196,7 @@ class TrainConfig:
     overlap: OverlapSection = OverlapSection()
     loss: LossSection = LossSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    restart: RestartSection = RestartSection()
     logging: LoggingSection = LoggingSection()
 
     def model_config(self, vocab: int) -> ModelConfig:
@@ -206,11 +220,40 @@ class TrainConfig:
         c = self.cuboid
         return Cuboid(c.x, c.y, c.z, c.data, c.order)
 
+    def other_cuboids(self) -> list[Cuboid]:
+        """For other numbers of ranks."""
+        order, found = ",".join(self.cuboid.order), []
+        for text in self.cuboid.others:
+            sizes = text.replace("x", ",").replace("×", ",").split(",")
+            data = sizes.pop().strip() if len(sizes) == 4 else "1"
+            if not data.isdigit():
+                raise ValueError(
+                    f"cuboid.others: {toml(text)} is not three or four sizes; write such as 1x2x2 or 1x2x2x2"
+                )
+            found.append(Cuboid.parse(",".join(sizes), int(data), order))
+        return found
+
     def check(self) -> None:
         """Raise if this cannot run, from what can be known before anything is started or written."""
         for name, each in keys(TrainConfig).items():
             each.fit(value_of(self, name))
-        cuboid, data, schedule = self.cuboid_shape(), self.data, self.schedule
+        data, schedule = self.data, self.schedule
+        for cuboid in (self.cuboid_shape(), *self.other_cuboids()):
+            self._check_cuts(cuboid)
+        if schedule.warmup > schedule.steps:
+            raise ValueError(
+                f"schedule.warmup = {schedule.warmup} is more than schedule.steps = {schedule.steps}; "
+                "the learning rate would never reach optimizer.lr; use a shorter warmup"
+            )
+        for name, path in [
+            *(("data.paths", path) for path in data.paths),
+            ("data.tokenizer", data.tokenizer),
+        ]:
+            if path and not Path(path).exists():
+                raise ValueError(f"{name}: {path} does not exist{_nearest_file(Path(path))}")
+
+    def _check_cuts(self, cuboid: Cuboid) -> None:
+        data = self.data
         parts = data.micro_batches * cuboid.data
         if data.batch % parts:
             near = [n for n in (data.batch // parts * parts, (data.batch // parts + 1) * parts) if n]
@@ -218,18 +261,7 @@ class TrainConfig:
                 f"data.batch = {data.batch} cannot be cut into data.micro_batches · cuboid.data = {parts}; "
                 f"use {' or '.join(map(str, near))}"
             )
-        if schedule.warmup > schedule.steps:
-            raise ValueError(
-                f"schedule.warmup = {schedule.warmup} is more than schedule.steps = {schedule.steps}; "
-                "the learning rate would never reach optimizer.lr; use a shorter warmup"
-            )
         self.model_config(self.model.vocab or 1).check(cuboid, data.batch // data.micro_batches, data.seq)
-        for name, path in [
-            *(("data.paths", path) for path in data.paths),
-            ("data.tokenizer", data.tokenizer),
-        ]:
-            if path and not Path(path).exists():
-                raise ValueError(f"{name}: {path} does not exist{_nearest_file(Path(path))}")
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = (), preset: str = "") -> TrainConfig:
@@ -246,6 +278,16 @@ def load(path: Path | None = None, overrides: Sequence[str] = (), preset: str = 
 def resolved_toml(config: TrainConfig) -> str:
     """Every key with its value and meaning; loads back as the same configuration."""
     return write(config)
+
+
+def same_run(config: TrainConfig, written: str) -> bool:
+    """Whether a run folder's config.toml is this run's: alike in all that decides the result, on whatever ranks."""
+    try:
+        theirs = flatten(TrainConfig, tomllib.loads(written))
+    except ValueError:
+        return False
+    mine = {name: each.default for name, each in keys(TrainConfig).items() if name.partition(".")[0] in DECISIVE}
+    return all(theirs.get(name, default) == value_of(config, name) for name, default in mine.items())
 
 
 def _read(path: Path) -> dict[str, Any]:

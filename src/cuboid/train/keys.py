@@ -12,7 +12,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-
 #: Of any number: the last whole one that 64 bits hold.
 LARGEST = 2**63 - 1
 

@@ -1,14 +1,11 @@
 """The training loop of one rank."""
 
 import resource
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,13 +28,13 @@ from cuboid.trace import Phase, Trace
 from cuboid.trace import draw as draw_timeline
 from cuboid.trace import save as save_trace
 from cuboid.train import checkpoint
-from cuboid.train.config import TrainConfig, resolved_toml
+from cuboid.train.config import TrainConfig, resolved_toml, same_run
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
 from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
 from cuboid.train.progress import Progress, StepReport
 from cuboid.train.run import RunFolder, fresh_path
-from cuboid.train.writer import Writer
+from cuboid.train.writer import Writer, forget
 
 
 @dataclass
@@ -231,22 +228,6 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@contextmanager
-def interruptible() -> Iterator[list[bool]]:
-    """Ctrl-C asks to stop after the step; the list then holds True. A second one ends the process."""
-    asked: list[bool] = []
-
-    def ask(signum: int, frame: FrameType | None) -> None:
-        asked.append(True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def introduction(trainer: Trainer, folder: Path) -> str:
     c, d, cuboid = trainer.model.config, trainer.config.data, trainer.model.parallel.mesh.cuboid
     held = sum(p.numel() for p in trainer.model.parameters())
@@ -263,21 +244,45 @@ def introduction(trainer: Trainer, folder: Path) -> str:
     return "\n".join(lines)
 
 
-def open_folder(trainer: Trainer, folder: Path | None, resume: Path | None) -> tuple[Path, RunFolder | None]:
-    """Where the run is kept, agreed by all ranks; rank 0 writes there. Nothing is made before all is known good."""
-    mesh, config, run = trainer.model.parallel.mesh, trainer.config, None
-    if mesh.rank == 0:
-        path = folder or fresh_path()
-        if resume is not None and (path / "config.toml").is_file():
-            run = RunFolder.open(path, config.logging.tensorboard)
-            run.config.write_text(resolved_toml(config), "utf-8")
+def broken_off(config: TrainConfig, folder: Path) -> bool:
+    """Whether `folder` holds this same run."""
+    file = folder / "config.toml"
+    return file.is_file() and same_run(config, file.read_text("utf-8"))
+
+
+def beginning(
+    world: World, config: TrainConfig, folder: Path | None, resume: Path | None
+) -> tuple[Path, Path | None] | None:
+    """For rank 0 to decide: the run folder, and what to resume: what was asked for or, where this same run was broken
+    off, the run itself."""
+    if world.rank:
+        return None
+    if folder is None:
+        return fresh_path(), resume
+    if broken_off(config, folder) and (resume is None or world.attempt) and checkpoint.complete(folder / "checkpoints"):
+        return folder, folder
+    return folder, resume
+
+
+def open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFolder | None:
+    """Where the run is kept, for rank 0, which writes there. Nothing is made before all is known good."""
+    config, run = trainer.config, None
+    if trainer.model.parallel.mesh.rank == 0:
+        text, events = resolved_toml(config), config.logging.tensorboard
+        begun = broken_off(config, folder) or (resume is not None and (folder / "config.toml").is_file())
+        if begun:
+            run = RunFolder.open(folder, events)
+            run.lock()
+            forget(run.checkpoints, trainer.done)
             run.rewind(trainer.done)
+            run.keep_config(text)
         else:
-            run = RunFolder.create(path, resolved_toml(config), config.logging.tensorboard)
+            run = RunFolder.create(folder, text, events)
+        if not begun or resume is None:
             trainer.corpus.tokenizer.save(run.path)
             if trainer.origin is not None:
                 trainer.origin.remember(run.path)
-    return from_first(run.path if run else None, mesh.world), run
+    return run
 
 
 def keep_trace(trainer: Trainer, folder: Path) -> None:
@@ -294,22 +299,24 @@ def train(
     """The whole run, on every rank; rank 0 writes, speaks and returns the outcome. So many steps as `trace` are traced,
     from the third on, when everything is warm."""
     trainer = Trainer(config, world)
+    folder, resume = from_first(beginning(world, config, folder, resume), trainer.model.parallel.mesh.world)
     if resume is not None:
         trainer.resume(resume)
-    folder, run = open_folder(trainer, folder, resume)
+    run = open_folder(trainer, folder, resume)
     c = config.checkpoint
     writer = Writer(folder / "checkpoints", trainer.model, c.keep, c.background, c.attempts, c.pause)
     began, log, total = time.perf_counter(), config.logging, config.schedule.steps
     value, last, report = float("nan"), 0, None
     console = Console(quiet=world.rank != 0)
     console.print(introduction(trainer, folder), highlight=False, markup=False, soft_wrap=True)
-    with interruptible() as asked, Progress(total, trainer.done, console) as progress:
+    with Progress(total, trainer.done, console) as progress:
         stop = False
         first = trainer.done
         while trainer.done < total and not stop:
             if trace and trainer.done == first + 2:
                 trainer.model.parallel.mesh.ledger.spans = []
-            report, stop = trainer.step(bool(asked) or writer.failed)
+            asked = world.stop is not None and world.stop.asked
+            report, stop = trainer.step(asked or writer.failed)
             if trace and trainer.done == first + 2 + trace:
                 keep_trace(trainer, folder)
                 trainer.model.parallel.mesh.ledger.spans = None
@@ -324,8 +331,12 @@ def train(
             if run is not None and metrics:
                 run.log(metrics)
             if (c.every and report.step % c.every == 0) or stop or report.step == total:
+                if run is not None:
+                    run.sync()
                 writer.save(report.step, trainer.optimizer, trainer.state())
     writer.wait()
+    if world.stop is not None and trainer.done < total:
+        world.stop.obey()
     if last != trainer.done and not stop:
         value = trainer.validate()
     text = trainer.sample() if log.sample_tokens and not stop else ""

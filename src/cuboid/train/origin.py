@@ -60,4 +60,4 @@ class Origin:
         if self.run is None:
             Provenance.keep(self.path, run)
         elif (provenance := self.provenance) is not None:
-            shutil.copytree(provenance.folder, run / provenance.folder.name)
+            shutil.copytree(provenance.folder, run / provenance.folder.name, dirs_exist_ok=True)

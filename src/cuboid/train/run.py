@@ -7,6 +7,7 @@ checkpoints/     one folder each
 plot.png         loss and throughput
 """
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -38,18 +39,20 @@ class RunFolder:
         self._unwritten = b""
         self._events: SummaryWriter | None = None
         self._forget_from: int | None = None
+        self._locked: int | None = None
 
     @classmethod
     def create(cls, path: Path, config_toml: str, tensorboard: bool = True) -> "RunFolder":
         """A new folder, or an empty one that is there. Call it once the configuration is known to be good."""
+        run = cls(path, tensorboard)
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if any(path.iterdir()):
+            if any(each != run.config.with_suffix(".aside") for each in run.path.iterdir()):
                 raise ValueError(f"run folder {path} is not empty; resume the run in it or choose another folder")
             path.chmod(0o700)
-            run = cls(path, tensorboard)
+            run.lock()
+            run.keep_config(config_toml)
             run.checkpoints.mkdir(mode=0o700)
-            run.config.write_text(config_toml, "utf-8")
         except OSError as error:
             raise ValueError(f"run folder {path} cannot be made: {error.strerror}; choose another") from None
         return run
@@ -60,6 +63,27 @@ class RunFolder:
         if not run.config.is_file():
             raise ValueError(f"{path} is not a run folder: it has no {run.config.name}; give one that a run has made")
         return run
+
+    def lock(self) -> None:
+        """Let no other run write here until this one is closed, or its process ends."""
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(folder)
+            raise ValueError(
+                f"run folder {self.path} is in use by a run; wait until it ends or choose another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            os.close(folder)
+        else:
+            self._locked = folder
+
+    def keep_config(self, text: str) -> None:
+        """Written aside and renamed: whoever dies here leaves the old one or the new one."""
+        aside = self.config.with_suffix(".aside")
+        aside.write_text(text, "utf-8")
+        aside.replace(self.config)
 
     @property
     def config(self) -> Path:
@@ -107,12 +131,19 @@ class RunFolder:
         self._keep_until(step)
         self._forget_from = step + 1
 
+    def sync(self) -> None:
+        """Make all lines durable, before a checkpoint of their last step is."""
+        if self._lines is not None:
+            os.fsync(self._lines.fileno())
+
     def close(self) -> None:
         for stream in (self._lines, self._events):
             if stream is not None:
                 with suppress(OSError):
                     stream.close()
-        self._lines = self._events = None
+        if self._locked is not None:
+            os.close(self._locked)
+        self._lines = self._events = self._locked = None
 
     def __enter__(self) -> "RunFolder":
         return self

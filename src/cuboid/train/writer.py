@@ -138,9 +138,7 @@ class Writer:
         state_sum = manifest.write_json(aside / STATE, state)
         manifest.write(aside, {**sums, STATE: state_sum})
         _sync(aside)
-        for given_up in complete(self.folder):  # a run resumed from before them takes these steps anew
-            if step_of(given_up) >= step_of(final):
-                remove(given_up)
+        forget(self.folder, step_of(final) - 1)
         aside.rename(final)
         _sync(self.folder)
         if self.keep:
@@ -159,6 +157,13 @@ class Writer:
 def leftovers(folder: Path) -> list[Path]:
     """What was being written, or removed, when a run was killed."""
     return sorted(folder.glob(f"step-*{_ASIDE}"))
+
+
+def forget(folder: Path, after: int) -> None:
+    """Remove the checkpoints of steps that a resumed run takes anew."""
+    for path in complete(folder):
+        if step_of(path) > after:
+            remove(path)
 
 
 def remove(path: Path) -> None:

@@ -1,0 +1,65 @@
+"""Asked to stop: by Ctrl-C, or by a scheduler that wants the machine back.
+
+The first signal is a request: a run finishes its step, saves and exits. A second one ends the process at once.
+"""
+
+import mmap
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+PREEMPTED = 75  # exit code of a run that was told to make room: all is saved, start it again (EX_TEMPFAIL)
+ONE = 1.0  # seconds within which signals are one: a scheduler signals torchrun and its ranks, and torchrun passes it on
+
+
+class Stop:
+    """Shared with the ranks that are forked from here: they see the request and leave signals to their parent."""
+
+    def __init__(self) -> None:
+        self._shared = memoryview(mmap.mmap(-1, 24)).cast("d")  # when it came, by which signal, whether it was obeyed
+
+    @property
+    def asked(self) -> bool:
+        return self._shared[0] > 0
+
+    @property
+    def obeyed(self) -> bool:
+        """Whether a run has stopped early, and all is saved."""
+        return self._shared[2] > 0
+
+    def obey(self) -> None:
+        """On every rank, wherever the signal arrived."""
+        self._shared[2] = 1.0
+
+    @property
+    def code(self) -> int:
+        """What to exit with after that."""
+        return 0 if self._shared[1] == signal.SIGINT else PREEMPTED
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        before = {each: signal.signal(each, self._hear) for each in SIGNALS}
+        try:
+            yield
+        finally:  # a rank that exits is signalled again by torchrun when another has exited before it
+            for each, handler in before.items():
+                signal.signal(each, signal.SIG_IGN if self.obeyed else handler)
+
+    def _hear(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.asked:
+            self._shared[0], self._shared[1] = now, signum
+        elif now - self._shared[0] > ONE and not self.obeyed:
+            if sys.stdout.isatty():
+                os.write(1, b"\x1b[?25h\n")  # a progress line hides the cursor
+            os._exit(128 + signum)
+
+
+def leave_signals_to_parent() -> None:
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)

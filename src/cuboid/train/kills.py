@@ -1,0 +1,186 @@
+"""A run whose ranks are killed at random moments, held against the same run left alone."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from cuboid.launch import Pool, World
+from cuboid.train import checkpoint
+from cuboid.train.config import CheckpointSection, RestartSection, TrainConfig, resolved_toml
+from cuboid.train.loop import Trainer
+
+MOMENTS = ("in a step", "in a save", "while starting")
+SAVE_EVERY, KILL_EVERY = 2, 6  # steps
+PATIENCE = 600.0  # seconds without what must come
+
+
+@dataclass
+class Kill:
+    moment: str
+    step: int  # the last one taken before
+    resumed: int = 0  # the one it went on after
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What became of a killed run, against the one left alone."""
+
+    kills: list[Kill]
+    tensors: int
+    different: list[str]  # tensors, and files of the run, that are not the same to the bit
+
+    @property
+    def ok(self) -> bool:
+        return not self.different
+
+
+def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Callable[[str], None]) -> Survival:
+    """Train twice in `folder`, once alone and once with so many kills, and compare all that both leave behind."""
+    if not Path(f"/proc/{os.getpid()}/task").is_dir():
+        raise ValueError("--kills finds the ranks to kill in /proc, which is not here; run it on Linux")
+    config = replace(
+        config,
+        data=replace(config.data, max_bytes=200_000),
+        schedule=replace(config.schedule, steps=(kills + 2) * KILL_EVERY, warmup=0),
+        checkpoint=CheckpointSection(every=SAVE_EVERY, keep=2),
+        restart=RestartSection(most=kills + 1),
+        logging=replace(config.logging, eval_every=0, tensorboard=False, sample_tokens=0),
+    )
+    config.check()
+    tell(f"{config.schedule.steps} steps, left alone")
+    alone = start(config, folder / "alone")
+    said = alone.communicate()[1]
+    if alone.returncode:
+        raise RuntimeError(f"the run left alone has failed: {said}")
+    killed = start(config, folder / "killed")
+    try:
+        ranks = config.cuboid_shape().ranks
+        done = list(kill_ranks(killed, ranks, folder / "killed", kills, random.Random(seed), tell))
+        said = killed.communicate(timeout=PATIENCE)[1]
+    finally:
+        killed.kill()  # and its ranks end with it
+        killed.wait()
+    resumed = [int(step or 0) for step in re.findall(r"start again, (?:after step (\d+)|from the beginning)", said)]
+    if killed.returncode or len(resumed) != kills:
+        raise RuntimeError(f"exit code {killed.returncode} after {len(resumed)} restarts of {kills}: {said}")
+    for kill, step in zip(done, resumed, strict=True):
+        kill.resumed = step
+    return compare(config, done, folder / "alone", folder / "killed")
+
+
+def start(config: TrainConfig, run: Path) -> "subprocess.Popen[str]":
+    """`cuboid train`, as a person would."""
+    file = run.with_suffix(".toml")
+    file.write_text(resolved_toml(replace(config, logging=replace(config.logging, folder=str(run)))), "utf-8")
+    words = [sys.executable, "-m", "cuboid", "train", str(file)]
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def kill_ranks(
+    process: "subprocess.Popen[str]",
+    ranks: int,
+    run: Path,
+    kills: int,
+    dice: random.Random,
+    tell: Callable[[str], None],
+) -> Iterator[Kill]:
+    """One of each generation of ranks: while it starts or, the run having come further, in a step or in a save."""
+    dead: set[int] = set()
+
+    def until(what: Callable[..., object], *args: object) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not what(*args):
+            if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()
+                raise RuntimeError(f"the killed run has come to an end: {process.communicate()[1]}")
+            time.sleep(0.001)
+
+    for number in range(1, kills + 1):
+        moment = dice.choices(MOMENTS, (2, 2, 1))[0]
+        until(lambda: len(ranks_of(process) - dead) == ranks)
+        if moment == "while starting":
+            time.sleep(dice.uniform(0, 1))
+        else:
+            until(lambda further: last_step(run) >= further, number * KILL_EVERY)
+            if moment == "in a save":
+                until(saving, run)
+            time.sleep(dice.uniform(0, 0.02))
+        begun, step = saving(run), last_step(run)
+        victims = ranks_of(process)
+        os.kill(dice.choice(sorted(victims)), signal.SIGKILL)
+        if moment != "while starting":
+            moment = MOMENTS[bool(begun and saving(run) == begun)]
+        dead.update(victims)
+        tell(f"kill {number} of {kills}: {moment}, after step {step}")
+        yield Kill(moment, step)
+
+
+def ranks_of(process: "subprocess.Popen[str]") -> set[int]:
+    """The processes it has forked."""
+    try:
+        return {int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()}
+    except FileNotFoundError:
+        return set()
+
+
+def last_step(run: Path) -> int:
+    """The last one logged."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
+    except FileNotFoundError:
+        return 0
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def saving(run: Path) -> list[str]:
+    """Checkpoints that are being written."""
+    folder = run / "checkpoints"
+    return sorted(path.name for path in folder.glob("*.aside")) if folder.is_dir() else []
+
+
+def compare(config: TrainConfig, kills: list[Kill], alone: Path, killed: Path) -> Survival:
+    ours, theirs = checkpoint.newest(alone), checkpoint.newest(killed)
+    with Pool(config.cuboid_shape().ranks) as pool:
+        every = pool.run(different_tensors, config, ours, theirs)
+    different = sorted({name for names, _ in every for name in names})
+    if checkpoint.inspect(ours)[1] != checkpoint.inspect(theirs)[1]:
+        different.append("state.json")
+    steps = [step for step, *_ in curve(killed)]
+    if curve(alone) != curve(killed) or steps != list(range(1, config.schedule.steps + 1)):
+        different.append("metrics.jsonl")
+    return Survival(kills, every[0][1], different)
+
+
+def curve(run: Path) -> list[tuple[int, float, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+def different_tensors(world: World, config: TrainConfig, ours: Path, theirs: Path) -> tuple[list[str], int]:
+    """Of this rank's shards of parameters and optimizer state: those that differ in any bit, and how many there are."""
+    trainer = Trainer(config, world)
+
+    def loaded(path: Path) -> dict[str, bytes]:
+        trainer.resume(path)
+        tensors = checkpoint.tensors(trainer.model, trainer.optimizer)
+        found = {name: tensor.to_local() for name, tensor in tensors.items()}
+        found |= {f"optimizer.step.{i}": each["step"] for i, each in enumerate(trainer.optimizer.state.values())}
+        return {name: bits(tensor) for name, tensor in found.items()}
+
+    a, b = loaded(ours), loaded(theirs)
+    trainer.model.parallel.mesh.close()
+    return [name for name in a if a[name] != b[name]], len(a)
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().numpy().tobytes()

@@ -1,0 +1,241 @@
+"""A run goes on when its ranks are killed, when the machine is wanted back, and on other ranks than it began with."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from tiny import curve, losses, on, settings, tiny, write_text
+
+from cuboid import stop as stopping
+from cuboid.launch import Pool, RankDied, World
+from cuboid.mesh import Cuboid
+from cuboid.restart import keep_running
+from cuboid.stop import PREEMPTED, Stop
+from cuboid.train import auto
+from cuboid.train.auto import for_ranks
+from cuboid.train.config import resolved_toml, same_run
+from cuboid.train.kills import last_step, ranks_of, survive
+from cuboid.train.run import RunFolder
+
+Process = subprocess.Popen[str]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def sets(changes: list[str]) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
+@contextmanager
+def started(words: list[str], folder: Path) -> Iterator[Process]:
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=folder,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def wait_for(process: Process, what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 600
+    while not what():
+        if process.poll() is not None:
+            raise AssertionError(process.communicate())
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def steps_of(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# Restart
+
+
+def test_three_kills_change_nothing(text: Path, tmp_path: Path) -> None:
+    found = survive(tiny(text, *on("2,1,1"), "model.dropout=0.1"), 3, 1, tmp_path, print)
+    assert found.different == []
+    assert len(found.kills) == 3
+    assert found.tensors > 20
+    assert any(kill.resumed for kill in found.kills)
+
+
+def die_unless(world: World, attempts: int) -> int:
+    if world.attempt < attempts and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return world.attempt
+
+
+@pytest.mark.parametrize(("most", "saves", "lives"), [(2, False, True), (1, False, False), (1, True, True)])
+def test_restarts_in_a_row_are_counted(most: int, saves: bool, lives: bool) -> None:
+    told: list[str] = []
+    arguments = (Stop(), 60.0, most, lambda: len(told) * saves, told.append)
+    if lives:
+        assert keep_running(die_unless, 2, [2], *arguments) == [2, 2]
+        where = "after step 1" if saves else "from the beginning"
+        assert told[1] == f"rank 1 was killed by SIGKILL; all ranks start again, {where}"
+    else:
+        with pytest.raises(RankDied, match="SIGKILL after 1 restarts without a new checkpoint"):
+            keep_running(die_unless, 2, [2], *arguments)
+
+
+def test_ranks_that_die_while_stopping_are_not_started_again() -> None:
+    stop = Stop()
+    stop._hear(signal.SIGTERM, None)
+    with pytest.raises(RankDied, match=r"rank 1 was killed by SIGKILL$"):
+        keep_running(die_unless, 2, [1], stop, 60.0, 3, int, pytest.fail)
+
+
+def test_torchrun_starts_a_killed_rank_again(text: Path, tmp_path: Path, pool: Callable[[int], Pool]) -> None:
+    """In a folder that nobody has named."""
+    changes = [*on("2,1,1"), "schedule.steps=40", "checkpoint.every=2"]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+
+    def run() -> Path:
+        return next((tmp_path / "runs").glob("torchrun-*"), tmp_path)
+
+    with started([*words, "-m", "cuboid", "train", *sets(settings(text, *changes))], tmp_path) as agent:
+        wait_for(agent, lambda: (run() / "checkpoints" / "step-00000004").is_dir())
+        os.kill(max(ranks_of(agent)), signal.SIGKILL)
+        out, err = agent.communicate(timeout=600)
+    assert agent.returncode == 0, err
+    assert re.search(r"resumed after step \d+", out)
+    found = [json.loads(line)["loss"] for line in (run() / "metrics.jsonl").read_text().splitlines()]
+    assert found == losses(pool(2).run(curve, tiny(text, *changes), 40)[0])
+
+
+# The same command again
+
+
+def test_a_run_is_known_by_what_decides_its_result(text: Path) -> None:
+    config = tiny(text, *on("2,1,1"))
+    written = resolved_toml(config)
+    for change in (*on("1,2,1"), "memory.checkpoint=full", "logging.every=3", "logging.folder=elsewhere"):
+        assert same_run(tiny(text, change), written), change
+    for change in ("seed=1", "model.hidden=64", "data.batch=16", "optimizer.lr=1", "schedule.steps=13"):
+        assert not same_run(tiny(text, change), written), change
+    assert not same_run(config, written[: len(written) // 2] + "torn")
+
+
+def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    first, second = RunFolder.create(path, ""), RunFolder.open(path)
+    with pytest.raises(ValueError, match="is in use by a run; wait until it ends or choose another folder"):
+        second.lock()
+    first.close()
+    second.lock()
+    second.close()
+
+
+# Preemption
+
+
+def test_a_scheduler_is_obeyed_and_the_same_command_goes_on(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes = [*on("2,1,1"), "schedule.steps=1000000", f"logging.folder={run}"]
+    words, reached = ["-m", "cuboid", "train", *sets(settings(text, *changes))], 0
+    for send, signum in ((os.killpg, signal.SIGTERM), (os.kill, signal.SIGUSR1)):  # to all its processes, to one
+        with started(words, tmp_path) as process:
+            wait_for(process, lambda enough=reached + 2: last_step(run) > enough)
+            send(process.pid, signum)
+            out, err = process.communicate(timeout=600)
+        assert process.returncode == PREEMPTED, err
+        assert err == ""
+        told = re.search(r"Stopped after step (\d+) of 1000000; all is saved", out)
+        assert told
+        assert not reached or f"resumed after step {reached}" in out
+        reached = int(told[1])
+        assert steps_of(run) == list(range(1, reached + 1))
+
+
+def signalled(times: int) -> None:
+    stop = Stop()
+    with stop.listening():
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(stop.asked)
+
+
+@pytest.mark.parametrize(("times", "apart", "code"), [(1, -1.0, 1), (2, -1.0, 128 + signal.SIGTERM), (5, 60.0, 1)])
+def test_a_second_signal_ends_it_at_once(times: int, apart: float, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it comes so soon that it is the first again, from somewhere else."""
+    monkeypatch.setattr(stopping, "ONE", apart)
+    process = get_context("fork").Process(target=signalled, args=(times,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
+
+
+def test_ctrl_c_is_no_preemption() -> None:
+    for signum, code in ((signal.SIGINT, 0), (signal.SIGTERM, PREEMPTED), (signal.SIGUSR1, PREEMPTED)):
+        stop = Stop()
+        stop._hear(signum, None)
+        assert (stop.asked, stop.obeyed, stop.code) == (True, False, code)
+
+
+# Other ranks
+
+
+def test_the_listed_cuboid_is_taken_for_other_ranks(text: Path) -> None:
+    config = tiny(text, *on("2,2,2"), "cuboid.others=1x2x2, 2x1x1x2, 1x2x1")
+    assert for_ranks(config, 8, "") == (config, "")
+    for ranks, expected in ((4, Cuboid(1, 2, 2)), (2, Cuboid(1, 2, 1))):
+        found, why = for_ranks(config, ranks, "")
+        assert found.cuboid_shape() == expected
+        assert found.other_cuboids() == config.other_cuboids()
+        assert why == f"there are {ranks} ranks, not the 8 of (2,2,2): {expected} of cuboid.others"
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 6, 16])
+def test_the_planner_finds_a_cuboid_for_other_ranks(ranks: int, text: Path) -> None:
+    config = tiny(text, *on("2,2,2"), "cuboid.others=1x2x2")
+    found, why = for_ranks(config, ranks, "")
+    found.check()
+    assert found.cuboid_shape().ranks == ranks
+    assert why.startswith(f"there are {ranks} ranks, not the 8 of (2,2,2): ({found.cuboid.x},")
+    assert same_run(found, resolved_toml(config))
+
+
+def nothing_fits(config: object, ranks: int, machine: str) -> None:
+    raise ValueError("nothing fits")
+
+
+def test_no_cuboid_for_other_ranks(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "planned", nothing_fits)
+    said = r"there are 2 ranks, not the 8 of \(2,2,2\), and no cuboid of 2 is possible: nothing fits"
+    with pytest.raises(ValueError, match=said):
+        for_ranks(tiny(text, *on("2,2,2")), 2, "")
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ("1x2", "is not three sizes"),
+        ("1x2x2xa", "is not three or four sizes"),
+        ("1x3x1", "heads=8 cannot be cut into y·z=3"),
+        ("1x1x1x3", "data.batch = 8 cannot be cut into data.micro_batches · cuboid.data = 3"),
+    ],
+)
+def test_others_that_cannot_be(others: str, said: str, text: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        tiny(text, f"cuboid.others={others}")
