@@ -20,8 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from cuboid.cluster import Cluster, Host
+from cuboid.watch import RankError as RankError
+from cuboid.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-
-
-class RankError(RuntimeError):
-    """A rank failed; the message carries its traceback."""
+    watch: Watch | None = None
 
 
 def under_torchrun() -> bool:
@@ -203,7 +203,7 @@ class Pool:
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def _fail(self, rank: int, error: Exception | None, trace: str) -> None:
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError | RankError):  # it says all there is to say
             raise error
         code = self._ranks[rank].exitcode
         raise RankError(
@@ -250,7 +250,14 @@ def launch(fn: Callable[..., Any], ranks: int = 8, args: Sequence[Any] = ()) -> 
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     try:
-        return [fn(join_world(), *args)]
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        found = record(fn)(join_world(), *args)  # torchrun's summary then begins with who failed first
+    except ValueError:
+        raise
+    except Exception as error:  # threads that wait for ranks which are gone would keep this one from ending
+        print(
+            f"error: {error}" if isinstance(error, RankError) else traceback.format_exc(), file=sys.stderr, flush=True
+        )
+        sys.stdout.flush()
+        os._exit(1)
+    dist.destroy_process_group()
+    return [found]
