@@ -23,7 +23,7 @@ from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer
 from cuboid.watch import Mismatched, RankError, Stalled, watched
 
-LIMIT = 8.0  # seconds, where a rank stalls
+LIMIT = 5.0  # seconds, where a rank stalls
 SOON = 60.0  # seconds in which it is all over, with room for a busy machine
 
 

@@ -58,7 +58,7 @@ class Watch:
     def __init__(self, rank: int, size: int, store: dist.Store, limit: float, keeper: str) -> None:
         self.rank, self.size, self.limit, self.keeper = rank, size, limit, keeper
         self.interval = min(max(limit / 50, 0.05), 2.0)
-        self.grace = min(limit / 8, 10.0)  # for others to answer
+        self.grace = min(max(limit / 8, 1.0), 10.0)  # for others to answer
         self.nap = timedelta(seconds=self.interval)  # of who waits for a collective
         self.step = self.landings = 0
         self._verdict: RankError | None = None
@@ -130,15 +130,16 @@ class Watch:
             seen = moved
             if idle > 0.75 * self.limit:
                 self.alarm(Alarm(self.rank))
-            if self._alarm is not None and not self._judged.wait(4 * self.grace + MOMENT):
+            if self._alarm is not None and not self._sent.wait(self.grace):
                 silent = f"{self.keeper}, which keeps the run's store, did not answer: stopped, dead or cut off"
                 self._judge("stalled", "\n  ".join([f"step {self.step}: {silent}", *waits(self.rank, self._account())]))
-            if self._judged.is_set():
+            if self._alarm is not None:
                 self._end()
                 return
 
     def _end(self) -> None:
         """The main thread has a moment to raise the verdict itself."""
+        self._judged.wait(4 * self.grace + MOMENT)
         if not self._closed.wait(self.grace + MOMENT):
             print(f"error: {self._verdict}", file=sys.stderr, flush=True)
             os._exit(EXIT_CODE)
