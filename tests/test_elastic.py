@@ -32,7 +32,7 @@ CHANGES = [
     "optimizer.lr=0.001",
     "schedule.steps=1000000",
     "checkpoint.every=5",
-    "restart.timeout=15",
+    "watch.timeout=15",
     "cuboid.others=1x2x2",
 ]
 CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2,read_timeout=10"

@@ -12,6 +12,8 @@ import cuboid
 #: The core, lowest first: a module imports nothing but modules above it in this list.
 CORE = (
     "ledger",
+    "journal",
+    "watch",
     "mesh",
     "cluster",
     "stop",

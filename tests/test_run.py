@@ -148,7 +148,7 @@ def test_plain_lines_without_a_terminal() -> None:
     assert lines[0] == "step   1/12  loss 2.5000  grad 0.75  lr 1.00e-03  4.32k tok/s  comm 25%  512MB  ETA 0:11"
     assert lines[1].startswith("saved [3] in /a folder")
     assert lines[1].endswith("of this")
-    assert "skipped: overflow" in lines[2]
+    assert "skipped: not finite" in lines[2]
     assert lines[-1].endswith("ETA 0:00")
 
 

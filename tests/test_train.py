@@ -164,9 +164,10 @@ def clipped(world: World, config: TrainConfig) -> tuple[float, Shards, Shards, d
     trainer = Trainer(config, world)
     model = trainer.model
     tokens, targets = trainer.batches(0)
-    model(tokens, targets, trainer.place).backward()
+    loss = model(tokens, targets, trainer.place)
+    loss.backward()
     keep, before = Keep(model), gradients_of(model)
-    applied = apply(model, keep, LossScale(), 0.01, 0.5, False)  # type: ignore[arg-type]
+    applied = apply(model, keep, LossScale(), trainer.guard, loss.detach(), 0.01, 0.5, 1)  # type: ignore[arg-type]
     assert keep.param_groups == [{"lr": 0.5}]
     model.parallel.mesh.close()
     return applied.norm, before, keep.gradients, {name: d.spec for name, _, d in declared(model)}

@@ -14,7 +14,8 @@ Over an axis of size 1 nothing is launched, counted or copied.
 """
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuboid.ledger import Ledger, Span
+from cuboid.ledger import Span
 from cuboid.mesh import Axis
 
 
@@ -58,6 +59,7 @@ class Flight:
         axis: Axis | None = None,
     ) -> None:
         self._work, self._result, self._span, self._axis = work, result, span, axis
+        self._number = 0 if axis is None or axis.journal is None else axis.journal.count
         if work is not None and span is not None and axis is not None:
             self._clock_start(work, span, axis)
             if not axis.overlap:
@@ -70,7 +72,7 @@ class Flight:
     def _land(self) -> None:
         work, self._work = self._work, None
         if work is not None and self._span is not None and self._axis is not None:
-            self._clock_wait(work, self._span, self._axis.ledger)
+            self._clock_wait(work, self._span, self._axis)
 
     # Time. On a CPU the completing thread stamps the clock; on a GPU `wait` only makes the stream wait, so events are
     # recorded on it and read later, when the ledger is.
@@ -82,11 +84,11 @@ class Flight:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
             self._events[0].record()
 
-    def _clock_wait(self, work: dist.Work, span: Span, ledger: Ledger) -> None:
-        events = getattr(self, "_events", None)
+    def _clock_wait(self, work: dist.Work, span: Span, axis: Axis) -> None:
+        events, ledger = getattr(self, "_events", None), axis.ledger
         if events is None:
             start = time.perf_counter()
-            work.wait()
+            _wait(work, axis, self._number)
             ledger.waited(span, start, time.perf_counter())
             return
         events[1].record()
@@ -100,6 +102,48 @@ class Flight:
             ledger.landed(span, stop)
 
         ledger.later(settle)
+
+
+def _wait(work: dist.Work, axis: Axis, number: int) -> None:
+    """On a watch the rank wakes up now and then, to see whether it waits in vain."""
+    watch, journal = axis.watch, axis.journal
+    if watch is None or journal is None:
+        work.wait()
+        return
+    journal.awaited = number
+    while not work.is_completed():
+        with suppress(RuntimeError):  # the nap is over, or the collective failed, which is raised below
+            work.wait(watch.nap)
+        watch.look()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        watch.look(error)
+    journal.awaited = 0
+    watch.landings += 1
+
+
+@contextmanager
+def _blocking(kind: str, axis: Axis) -> Iterator[None]:
+    """Around a collective that is not launched but called, outside the steps."""
+    watch, journal = axis.watch, axis.journal
+    if watch is None or journal is None:
+        yield
+        return
+    journal.awaited = journal.note(kind)
+    try:
+        yield
+    except RuntimeError as error:
+        watch.look(error)
+    journal.awaited = 0
+    watch.landings += 1
+
+
+def _launched(kind: str, x: Tensor, axis: Axis, times: int = 1) -> Span:
+    """Into the books: a collective of the whole tensor `x`, the same on every rank."""
+    if axis.journal is not None:
+        axis.journal.note(kind, x.shape, x.dtype)
+    return axis.ledger.launched(axis.name, kind, _sent(x, axis, times))
 
 
 def landed(x: Tensor) -> Flight:
@@ -117,7 +161,7 @@ def all_gather(x: Tensor, axis: Axis) -> Flight:
         return landed(x)
     x = x.contiguous()
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    span = axis.ledger.launched(axis.name, "all_gather", _sent(whole, axis))
+    span = _launched("all_gather", whole, axis)
     work = dist.all_gather_single(whole, x, group=axis.group, async_op=True)
     return Flight(work, lambda: whole, span, axis)
 
@@ -134,7 +178,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> F
     x = x.contiguous()
     assert x.shape[0] % axis.size == 0, f"dim 0 of {tuple(x.shape)} cannot be scattered over {axis.size} ranks"
     part = (x.shape[0] // axis.size, *x.shape[1:])
-    span = axis.ledger.launched(axis.name, "reduce_scatter", _sent(x, axis))
+    span = _launched("reduce_scatter", x, axis)
     if dist.get_backend(axis.group) == "nccl" and x.dtype.itemsize >= 4:
         mine = x.new_empty(part)
         work = dist.reduce_scatter_single(mine, x, group=axis.group, async_op=True)
@@ -159,7 +203,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Flight:
         return landed(x)
     x = x.contiguous()
     parts = torch.empty_like(x)
-    span = axis.ledger.launched(axis.name, "all_to_all", _sent(x, axis))
+    span = _launched("all_to_all", x, axis)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
     return Flight(work, lambda: parts, span, axis)
 
@@ -169,7 +213,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Flight:
     if axis.size == 1:
         return landed(x)
     total = x.clone(memory_format=torch.contiguous_format)
-    span = axis.ledger.launched(axis.name, "all_reduce", _sent(total, axis, times=2))
+    span = _launched("all_reduce", total, axis, times=2)
     work = dist.all_reduce(total, group=axis.group, async_op=True)
     return Flight(work, lambda: total, span, axis)
 
@@ -186,7 +230,7 @@ def broadcast(x: Tensor, axis: Axis, source: int, shape: Sequence[int]) -> Fligh
     assert block.shape == torch.Size(shape), f"{tuple(block.shape)} is not {tuple(shape)}"
     if not block.numel():
         return landed(block)
-    span = axis.ledger.launched(axis.name, "broadcast", _sent(block, axis))
+    span = _launched("broadcast", block, axis)
     work = dist.broadcast(block, group=axis.group, group_src=source, async_op=True)
     return Flight(work, lambda: block, span, axis)
 
@@ -203,13 +247,27 @@ def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None)
         return landed(x.to(dtype))
     mine, nothing = axis.index == target, x.new_empty(0, dtype=dtype)
     x = x.contiguous() if axis.size == 2 else x.contiguous().to(sum_in)
-    span = axis.ledger.launched(axis.name, "reduce", _sent(x, axis))
+    span = _launched("reduce", x, axis)
     if axis.size == 2:
         other = torch.empty_like(x) if mine else x
         work = dist.broadcast(other, group=axis.group, group_src=1 - target, async_op=True)
         return Flight(work, lambda: (x.to(sum_in) + other).to(dtype) if mine else nothing, span, axis)
     work = dist.reduce(x, group=axis.group, group_dst=target, async_op=True)
     return Flight(work, lambda: x.to(dtype) if mine else nothing, span, axis)
+
+
+def shift(x: Tensor, axis: Axis, by: int) -> Flight:
+    """The tensor of the rank that is `by` places before this one on the axis, the last before the first. For checks."""
+    if by % axis.size == 0:
+        return landed(x)
+    x, there, here = x.contiguous(), [0] * axis.size, [0] * axis.size
+    there[(axis.index + by) % axis.size] = here[(axis.index - by) % axis.size] = x.numel()
+    other = torch.empty_like(x)
+    if axis.journal is not None:
+        axis.journal.note("shift", x.shape, x.dtype)
+    span = axis.ledger.launched(axis.name, "shift", x.numel() * x.element_size())
+    work = dist.all_to_all_single(other.view(-1), x.view(-1), here, there, group=axis.group, async_op=True)
+    return Flight(work, lambda: other, span, axis)
 
 
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "copy"]
@@ -291,7 +349,8 @@ def from_first(value: Any, axis: Axis) -> Any:
     if axis.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, group=axis.group, group_src=0)
+    with _blocking("from_first", axis):
+        dist.broadcast_object_list(box, group=axis.group, group_src=0)
     return box[0]
 
 
@@ -300,7 +359,8 @@ def from_all(value: Any, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [value]
     box = [None] * axis.size
-    dist.all_gather_object(box, value, group=axis.group)
+    with _blocking("from_all", axis):
+        dist.all_gather_object(box, value, group=axis.group)
     return box
 
 
@@ -313,6 +373,7 @@ def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
     padded = x.new_zeros(max(numel))
     padded[: x.numel()] = x.reshape(-1)
     whole = x.new_empty(axis.size * max(numel))
-    dist.all_gather_single(whole, padded, group=axis.group)
+    with _blocking("gather_pieces", axis):
+        dist.all_gather_single(whole, padded, group=axis.group)
     rows = whole.view(axis.size, -1)
     return [row[:n].view(shape) for row, n, shape in zip(rows, numel, shapes, strict=True)]

@@ -20,10 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from cuboid.cluster import PR_SET_PDEATHSIG, Cluster, Host
 from cuboid.meeting import fresh_store, store_is_old
 from cuboid.stop import Stop, leave_signals_to_parent
+from cuboid.watch import RankError as RankError
+from cuboid.watch import Watch
 
 TIMEOUT = 600.0  # seconds, of a collective
 
@@ -38,15 +41,12 @@ class World:
     local_size: int  # ranks on its host
     attempt: int = 0  # how often ranks had been started before for the same run
     stop: Stop | None = None
+    watch: Watch | None = None
 
     @property
     def apart(self) -> bool:
         """Whether messages leave the processors that compute: something can then be hidden."""
         return self.device.type == "cuda" or self.local_size < self.size
-
-
-class RankError(RuntimeError):
-    """A rank failed; the message carries its traceback."""
 
 
 class RankDied(RankError):
@@ -260,7 +260,7 @@ class Pool:
         return (dead[0], (None, "")) if dead and rank not in dead else (rank, answer)
 
     def _fail(self, rank: int, error: Exception | None, trace: str) -> None:
-        if isinstance(error, ValueError | RunError):
+        if isinstance(error, ValueError | RunError | RankError):  # it says all there is to say
             raise error
         if trace:
             raise RankError(f"rank {rank} failed\n{trace}") from error
@@ -315,11 +315,13 @@ def launch(
         torch.set_num_threads(1)
     _end_with_agent()
     try:
-        found = fn(join_world(None, timeout, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), stop), *args)
+        world = join_world(None, timeout, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), stop)
+        found = record(fn)(world, *args)  # torchrun's summary then begins with who failed first
     except ValueError:
         raise
-    except Exception:  # threads that wait for ranks which are gone would keep this one from ending
-        traceback.print_exc()
+    except Exception as error:  # threads that wait for ranks which are gone would keep this one from ending
+        known = isinstance(error, RunError | RankError)
+        print(f"error: {error}" if known else traceback.format_exc(), file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
     dist.destroy_process_group()

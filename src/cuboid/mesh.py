@@ -11,7 +11,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
+from cuboid.journal import Journal
 from cuboid.ledger import Ledger
+from cuboid.watch import Watch
 
 AXES = ("data", "x", "y", "z")
 
@@ -109,6 +111,8 @@ class Axis:
     group: dist.ProcessGroup | None = None
     ledger: Ledger = field(default_factory=Ledger, compare=False)
     overlap: bool = True  # False: a collective is awaited where it is launched
+    watch: Watch | None = field(default=None, compare=False)
+    journal: Journal | None = field(default=None, compare=False)  # what was launched, for the watch
 
 
 class Mesh:
@@ -116,7 +120,8 @@ class Mesh:
 
     Every rank of the world must make the same meshes in the same order: making a group is itself collective. A rank
     that wants a mesh of its own asks for one `alone`. Without `overlap`, for comparison, nothing is hidden. `groups`
-    that exist already, one for each axis longer than one, are used and never closed.
+    that exist already, one for each axis longer than one, are used and never closed. A `watch` sees to it that no rank
+    waits for ever.
     """
 
     #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.
@@ -130,6 +135,7 @@ class Mesh:
         alone: bool = False,
         overlap: bool = True,
         groups: Mapping[str, dist.ProcessGroup] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if world != cuboid.ranks:
@@ -138,7 +144,7 @@ class Mesh:
                 f"start {cuboid.ranks} ranks or choose sizes whose product is {world}"
             )
         self.cuboid, self.rank, self.device, self.overlap = cuboid, rank, torch.device(device), overlap
-        self.ledger = Ledger()
+        self.ledger, self.watch = Ledger(), watch
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
         self._device_meshes: dict[str, DeviceMesh] = {}
@@ -146,8 +152,8 @@ class Mesh:
             group = None
             if size > 1:
                 group = groups[name] if groups is not None else self._group(name, size)
-            setattr(self, name, Axis(name, size, self.coordinates[name], group, self.ledger, overlap))
-        self.world = Axis("world", world, rank, dist.group.WORLD if world > 1 else None, self.ledger, overlap)
+            setattr(self, name, self._axis(name, size, self.coordinates[name], group))
+        self.world = self._axis("world", world, rank, dist.group.WORLD if world > 1 else None)
         self._parts_of_x: dict[int, Axis] = {}
 
     data: Axis
@@ -173,6 +179,10 @@ class Mesh:
             device = torch.device(kind, torch.cuda.current_device())
         groups = {name: device_mesh.get_group(name) for name in names}
         return cls(cuboid, device_mesh.get_rank(), device, groups=groups)
+
+    def _axis(self, name: str, size: int, index: int, group: dist.ProcessGroup | None) -> Axis:
+        journal = self.watch.journal(name, group) if self.watch is not None and group is not None else None
+        return Axis(name, size, index, group, self.ledger, self.overlap, self.watch, journal)
 
     def _group(self, axis: str, size: int, parts: int = 1) -> dist.ProcessGroup:
         """This rank's of the groups along an axis, or along each of its `parts`. None are made for axes of size 1: a
@@ -214,7 +224,7 @@ class Mesh:
             return self.x
         if size not in self._parts_of_x:
             group = self._group("x", self.x.size, self.x.size // size) if size > 1 else None
-            self._parts_of_x[size] = Axis("x", size, self.x.index % size, group, self.ledger, self.overlap)
+            self._parts_of_x[size] = self._axis("x", size, self.x.index % size, group)
         return self._parts_of_x[size]
 
     def close(self) -> None:

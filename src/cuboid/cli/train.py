@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cuboid.launch import is_first, launch, under_torchrun
+from cuboid.launch import TIMEOUT, is_first, launch, under_torchrun
 from cuboid.mesh import Cuboid
 from cuboid.restart import keep_running
 from cuboid.stop import Stop
@@ -65,7 +65,8 @@ def train(
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
     chosen.check()
     folder = Path(chosen.logging.folder) if chosen.logging.folder else run or unnamed_folder()
-    stop, ranks, timeout = Stop(), chosen.cuboid_shape().ranks, chosen.restart.timeout
+    stop, ranks = Stop(), chosen.cuboid_shape().ranks
+    timeout = 2 * chosen.watch.timeout or TIMEOUT  # the watch strikes first, and says more
     args = [chosen, folder, start, trace]
     with stop.listening():
         if under_torchrun():  # its agent starts them again

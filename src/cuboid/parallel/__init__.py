@@ -89,6 +89,7 @@ class Weights(Protocol):
 class Parallel(Protocol):
     config: ModelConfig
     mesh: Mesh
+    dtype: torch.dtype | None  # of products; None: as the weights at rest
     schedule: Schedule
 
     def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:

@@ -107,7 +107,7 @@ class _Step(Layer):
 
     def update(self) -> None:
         """Clipping and AdamW."""
-        self.tape.wait(self.tape.launch("world", "all_reduce", np.full_like(self.b, 2), itemsize=8))
+        self.tape.wait(self.tape.launch("world", "all_reduce", np.full_like(self.b, 4), itemsize=8))
         self.tape.stream("optimizer", OPTIMIZER * self.parameters() * STORED, 4 + 2 * self.layers)
 
     def play(self, steps: Callable[[], Steps]) -> None:

@@ -165,7 +165,26 @@ class RestartSection:
     """what becomes of a run whose ranks die"""
 
     most: int = key(3, "times in a row that all ranks start again without a new checkpoint; 0: never", at_least=0)
-    timeout: float = key(600.0, "seconds after which a collective that has not ended is an error", above=0)
+
+
+@dataclass(frozen=True)
+class WatchSection:
+    """ranks that stall"""
+
+    timeout: float = key(300.0, "seconds until a stalled rank ends all, with a message naming it; 0: never", at_least=0)
+
+
+@dataclass(frozen=True)
+class GuardSection:
+    """steps that go wrong"""
+
+    nonfinite: Literal["skip", "stop"] = key("skip", "what to do if the loss or its gradient is not finite")
+    spike: Literal["warn", "skip", "stop"] = key("warn", "what to do if one of them is far above the last steps'")
+    loss_factor: float = key(2.0, "a spike: a loss so many times the median of the last steps; 0: none is", at_least=0)
+    norm_factor: float = key(10.0, "a spike: a gradient's norm so many times the median; 0: none is", at_least=0)
+    window: int = key(50, "how many steps the median is of", at_least=1)
+    most_skips: int = key(10, "stop after more skipped steps in a row, fp16's search for its scale aside", at_least=0)
+    check_every: int = key(0, "steps between checks for silent corruption; 0: none", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -197,6 +216,8 @@ class TrainConfig:
     loss: LossSection = LossSection()
     checkpoint: CheckpointSection = CheckpointSection()
     restart: RestartSection = RestartSection()
+    watch: WatchSection = WatchSection()
+    guard: GuardSection = GuardSection()
     logging: LoggingSection = LoggingSection()
 
     def model_config(self, vocab: int) -> ModelConfig:

@@ -28,13 +28,16 @@ from cuboid.trace import Phase, Trace
 from cuboid.trace import draw as draw_timeline
 from cuboid.trace import save as save_trace
 from cuboid.train import checkpoint
+from cuboid.train.agree import check
 from cuboid.train.config import TrainConfig, resolved_toml, same_run
+from cuboid.train.guard import Guard
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
 from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
 from cuboid.train.progress import Progress, StepReport
 from cuboid.train.run import RunFolder, fresh_path
 from cuboid.train.writer import Writer, forget
+from cuboid.watch import watched
 
 
 @dataclass
@@ -61,7 +64,8 @@ def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel
     batch, itemsize = d.batch // d.micro_batches, (dtype or torch.float32).itemsize
     suits = suitable_schedule(model, cuboid, batch, d.seq, itemsize, world.apart)
     schedule = Schedule(asked.prefetch, asked.parts or suits.parts, asked.chunks or suits.chunks, asked.compile)
-    return CuboidParallel(model, Mesh(cuboid, world.rank, world.device), policy, dtype, schedule)
+    mesh = Mesh(cuboid, world.rank, world.device, watch=world.watch)
+    return CuboidParallel(model, mesh, policy, dtype, schedule)
 
 
 def on_one_device(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
@@ -100,6 +104,7 @@ class Trainer:
         self.loss = Loss(label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss)
         fp16 = config.precision.dtype == "fp16"
         self.scale = LossScale(config.precision.loss_scale, config.precision.growth_interval) if fp16 else LossScale()
+        self.guard, self.watch = Guard(config.guard), world.watch
         self.done = self.updates = 0
         self._marks: list[tuple[str, float]] = []
         self.batches = data.Loader(data.Samples(self.corpus.train, d.seq, d.seed), self.place)
@@ -109,7 +114,10 @@ class Trainer:
         """One optimizer step; also whether any rank wants to stop."""
         config, ledger = self.config, self.model.parallel.mesh.ledger
         ledger.reset()
-        start, parts, total = time.perf_counter(), config.data.micro_batches, 0.0
+        if self.watch is not None:
+            self.watch.step = self.done + 1
+        start, parts = time.perf_counter(), config.data.micro_batches
+        total = torch.zeros((), device=self.place.positions.device)
         for part in range(parts):
             self._begin("forward")
             tokens, targets = self.batches(self.done * parts + part)
@@ -120,9 +128,12 @@ class Trainer:
             total = total + loss.detach() / parts
         self._begin("optimizer")
         lr = learning_rate(self.done, config.schedule, config.optimizer.lr)
-        applied = apply(self.model, self.optimizer, self.scale, config.optimizer.clip, lr, stop)
+        clip, optimizer = config.optimizer.clip, self.optimizer
+        applied = apply(self.model, optimizer, self.scale, self.guard, total, clip, lr, self.done + 1, stop)
         self.done += 1
-        self.updates += not applied.overflowed
+        self.updates += not applied.skipped
+        if config.guard.check_every and self.done % config.guard.check_every == 0:
+            check(self.model, optimizer, self.done, config.guard.check_every)
         value, seconds = float(total), time.perf_counter() - start
         self._begin("")
         report = StepReport(
@@ -133,7 +144,9 @@ class Trainer:
             tokens_per_s=config.data.batch * config.data.seq / seconds,
             exposed=ledger.exposed() / seconds,
             memory_bytes=peak_memory(self.place.positions.device),
-            skipped=applied.overflowed,
+            skipped=applied.skipped,
+            spike=self.guard.spike,
+            skips=self.guard.skips,
         )
         return report, applied.stop
 
@@ -185,6 +198,7 @@ class Trainer:
             "model": asdict(self.model.config),
             "updates": self.updates,
             "scale": asdict(self.scale),
+            "guard": self.guard.state(),
             "data": {"digest": self.corpus.digest, **self.order(), "samples": self.done * self.config.data.batch},
             "cuboid": self.model.parallel.mesh.cuboid.sizes,
             "seed": self.config.seed,
@@ -206,6 +220,8 @@ class Trainer:
         self.done, self.updates = state["step"], state["updates"]
         if self.scale.interval and state["scale"]["interval"]:
             self.scale.scale, self.scale.good = state["scale"]["scale"], state["scale"]["good"]
+        if "guard" in state:
+            self.guard.load(state["guard"])
 
 
 def check_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
@@ -296,6 +312,14 @@ def keep_trace(trainer: Trainer, folder: Path) -> None:
 def train(
     world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int = 0
 ) -> Outcome | None:
+    """As `run_on_rank`, under the watch."""
+    with watched(world.rank, world.size, config.watch.timeout) as watch:
+        return run_on_rank(replace(world, watch=watch), config, folder, resume, trace)
+
+
+def run_on_rank(
+    world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int
+) -> Outcome | None:
     """The whole run, on every rank; rank 0 writes, speaks and returns the outcome. So many steps as `trace` are traced,
     from the third on, when everything is warm."""
     trainer = Trainer(config, world)
@@ -321,6 +345,8 @@ def train(
                 keep_trace(trainer, folder)
                 trainer.model.parallel.mesh.ledger.spans = None
             progress.update(report)
+            if trainer.guard.said:
+                progress.note(trainer.guard.said)
             metrics: dict[str, float] = {}
             if report.step % log.every == 0 or report.step == total:
                 metrics = asdict(report)
@@ -337,6 +363,8 @@ def train(
     writer.wait()
     if world.stop is not None and trainer.done < total:
         world.stop.obey()
+    if world.watch is not None:
+        world.watch.step = 0
     if last != trainer.done and not stop:
         value = trainer.validate()
     text = trainer.sample() if log.sample_tokens and not stop else ""

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from math import cos, isfinite, pi
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cuboid.comm import all_reduce
 from cuboid.model import Transformer
 from cuboid.train.checkpoint import MOMENTS
 from cuboid.train.config import OptimizerSection, ScheduleSection
+from cuboid.train.guard import Guard
 
 
 def adamw(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
@@ -64,24 +65,37 @@ class LossScale:
 @dataclass(frozen=True)
 class Applied:
     norm: float
-    overflowed: bool
+    skipped: bool
     stop: bool  # some rank was asked to stop
 
 
 @torch.no_grad()
 def apply(
-    model: Transformer, optimizer: torch.optim.AdamW, scale: LossScale, clip: float, lr: float, stop: bool
+    model: Transformer,
+    optimizer: torch.optim.AdamW,
+    scale: LossScale,
+    guard: Guard,
+    loss: Tensor,
+    clip: float,
+    lr: float,
+    step: int,
+    stop: bool = False,
 ) -> Applied:
-    """Clip by the exact norm of the whole model's gradient and take a step; skip it where the gradient is not finite.
+    """Clip by the exact norm of the whole model's gradient and take the step, if the guard admits it.
 
-    One small all-reduce carries the norm and whether to stop, so that all ranks decide alike.
+    One small all-reduce carries the norm, the loss, whether to stop and whether all ranks' collectives were the same:
+    so all ranks decide alike.
     """
-    mesh = model.parallel.mesh
-    squares = model.gradient_square()
-    total, stops = all_reduce(torch.stack((squares, squares.new_tensor(float(stop)))), mesh.world).wait().tolist()
-    norm = total**0.5 / scale.scale if isfinite(total) else float("nan")
-    overflowed = not isfinite(total)
-    if not overflowed:
+    mesh, watch = model.parallel.mesh, model.parallel.mesh.watch
+    local = torch.tensor([float(stop), watch.share() if watch else 0.0], dtype=torch.float64, device=mesh.device)
+    mine = torch.cat((torch.stack((model.gradient_square(), loss.double())), local))
+    total, losses, stops, odd = all_reduce(mine, mesh.world).wait().tolist()
+    if odd and watch is not None:
+        watch.disagree()
+    finite = isfinite(total)
+    norm = total**0.5 / scale.scale if finite else float("nan")
+    taken = guard.admit(step, losses / mesh.world.size, norm, searching=scale.interval > 0 and scale.scale > 1)
+    if taken:
         factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         if factor / scale.scale != 1.0:
@@ -90,5 +104,5 @@ def apply(
             group["lr"] = lr
         optimizer.step()
     optimizer.zero_grad()
-    scale.update(overflowed)
-    return Applied(norm, overflowed, stops > 0)
+    scale.update(not finite)
+    return Applied(norm, not taken, stops > 0)

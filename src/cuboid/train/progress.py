@@ -22,7 +22,9 @@ class StepReport:
     tokens_per_s: float
     exposed: float  # share of the step spent waiting for communication
     memory_bytes: int  # most held by rank 0; the others hold as much
-    skipped: bool = False  # the gradient overflowed and was not applied
+    skipped: bool = False  # the gradient was not applied
+    spike: bool = False  # loss or gradient is far above the last steps'
+    skips: int = 0  # of all steps so far
 
 
 class Progress:
@@ -100,7 +102,11 @@ class Progress:
             f"ETA {duration(self.eta())}",
         ]
         if report.skipped:
-            parts.append("skipped: overflow")
+            parts.append("skipped: spike" if report.spike else "skipped: not finite")
+        elif report.spike:
+            parts.append("spike")
+        if report.skips:
+            parts.append(f"{report.skips} skipped")
         return parts
 
     def _line(self) -> Table | Text:

@@ -1,0 +1,193 @@
+"""A rank that stalls, dies, fails or calls something else ends all ranks, and is named."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import on, settings, tiny, write_text
+from torch import Tensor
+
+from cuboid import comm, product
+from cuboid.comm import all_gather, all_reduce
+from cuboid.launch import Pool, World
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.train.config import TrainConfig
+from cuboid.train.loop import Trainer
+from cuboid.watch import Mismatched, RankError, Stalled, watched
+
+LIMIT = 5.0  # seconds, where a rank stalls
+SOON = 60.0  # seconds in which it is all over, with room for a busy machine
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
+
+
+def steps(world: World, config: TrainConfig, limit: float, rank: int, how: str) -> None:
+    """Train under a watch. At the third step something befalls a rank."""
+    with watched(world.rank, world.size, limit) as watch:
+        trainer = Trainer(config, replace(world, watch=watch))
+        for step in range(1, 9):
+            if step == 3 and world.rank == rank:
+                befall(trainer, how)
+            trainer.step()
+
+
+def befall(trainer: Trainer, how: str) -> None:
+    if how == "stopped":
+        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()  # somewhere in the step
+    elif how == "busy":
+        time.sleep(3 * SOON)
+    elif how == "forward":
+        strike(comm, "all_gather", 3)
+    elif how == "backward":
+        parameter = next(trainer.model.parameters())
+        parameter.register_hook(lambda gradient: [][1])
+    elif how == "longer":
+        lengthen()
+
+
+def strike(module: object, name: str, after: int) -> None:
+    """From its `after`th call on, a function raises."""
+    real, left = getattr(product, name), iter(range(after))
+
+    def struck(x: Tensor, axis: object) -> comm.Flight:
+        if next(left, None) is None:
+            raise KeyError("the cause")
+        flight: comm.Flight = real(x, axis)
+        return flight
+
+    setattr(product, name, struck)
+
+
+def lengthen() -> None:
+    """A rank gathers one row too many."""
+    real = product.all_gather
+    product.all_gather = lambda x, axis: real(torch.cat((x, x[:1])), axis)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_stopped_rank_is_named(rank: int, text: Path) -> None:
+    pool, start = Pool(8), time.monotonic()
+    with pytest.raises(Stalled, match=rf"step 3: rank {rank}(, which keeps .*)? did not .*stopped, dead") as caught:
+        pool.run(steps, tiny(text, *on("2,2,2")), LIMIT, rank, "stopped")
+    assert time.monotonic() - start < SOON
+    assert re.search(
+        r"axis [xyz], collective \d+: rank \d waits for rank \d with \w+ of \[.*\] float32", str(caught.value)
+    )
+
+
+def test_a_busy_rank_is_named_with_its_place(text: Path) -> None:
+    with pytest.raises(Stalled, match=r"step 3: rank 1 did not arrive: it is at test_watch.py:\d+"):
+        Pool(4).run(steps, tiny(text, *on("2,1,2")), LIMIT, 1, "busy")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("forward", r"rank 2 failed\n(?s:.*)KeyError: 'the cause'"), ("backward", r"rank 2 failed\n(?s:.*)IndexError")],
+)
+def test_a_failure_comes_first(how: str, said: str, text: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match=said):
+        Pool(4).run(steps, tiny(text, *on("2,1,2")), 300.0, 2, how)
+    assert time.monotonic() - start < SOON
+
+
+def test_gathering_too_much_is_reported(text: Path) -> None:
+    with pytest.raises(Mismatched, match="step 3: collectives do not match\n  axis") as caught:
+        Pool(4).run(steps, tiny(text, *on("1,2,2")), LIMIT, 3, "longer")
+    assert re.search(
+        r"axis y, collective \d+: rank 1 called all_gather of \[16, 8, 16\] float32; rank 3 called all_gather of \[18,",
+        str(caught.value),
+    )
+
+
+def calls(world: World, how: str) -> list[float]:
+    """Over y of (1,2,2) rank 3 calls something else than rank 1."""
+    with watched(world.rank, world.size, LIMIT) as watch:
+        mesh, odd = Mesh(Cuboid(1, 2, 2), world.rank, watch=watch), world.rank == 3
+        all_reduce(torch.ones(3), mesh.y).wait()
+        x = torch.ones(4)
+        if how == "shape":
+            all_reduce(torch.ones(2) if odd else x, mesh.y).wait()
+        elif how == "kind":
+            (all_gather if odd else all_reduce)(x, mesh.y).wait()
+        elif how == "missing" and not odd:
+            all_reduce(x, mesh.y).wait()
+        assert watch is not None
+        share = torch.tensor([watch.share()], dtype=torch.float64)
+        if all_reduce(share, mesh.world).wait().item():
+            watch.disagree()
+        mesh.close()
+        return share.tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            "shape",
+            r"axis y, collective 2: rank 1 called all_reduce of \[4\] float32; rank 3 called all_reduce of \[2\]",
+        ),
+        ("kind", r"axis y, collective 2: rank 1 called all_reduce of \[4\] float32; rank 3 called all_gather of \[8\]"),
+        ("missing", r"axis y, collective 2: rank 1 waits for rank 3 with all_reduce of \[4\] float32"),
+    ],
+)
+def test_what_does_not_match_is_reported(how: str, said: str) -> None:
+    with pytest.raises(Stalled if how == "missing" else Mismatched, match=said):
+        Pool(4).run(calls, how)
+
+
+def test_what_matches_is_not(pool: object) -> None:
+    with Pool(4) as ranks:
+        found = [share for (share,) in ranks.run(calls, "")]
+    assert any(found)
+    assert sum(found) == 0
+
+
+# under torchrun
+
+SCRIPT = """
+import os, signal, sys, threading
+from cuboid.cli import main
+from cuboid.train.loop import Trainer
+
+how, step = sys.argv.pop(1), Trainer.step
+
+def befallen(self, stop=False):
+    if self.done == 2 and os.environ["RANK"] == "3":
+        if how == "fail":
+            raise KeyError("the cause")
+        threading.Timer(0.02, os.kill, (os.getpid(), getattr(signal, how))).start()
+    return step(self, stop)
+
+Trainer.step = befallen
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("SIGSTOP", r"error: step \d: rank 3 did not arrive and did not answer: stopped, .*\n  axis [xy], coll"),
+        ("fail", r"Root Cause \(first observed failure\):\n(.*\n){3}  rank +: 3 (?s:.*)KeyError: 'the cause'"),
+    ],
+)
+def test_under_torchrun(how: str, said: str, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "befallen.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    changes = settings(text, *on("2,2,1"), f"watch.timeout={LIMIT}")
+    sets = [word for change in changes for word in ("--set", change)]
+    command = [*torchrun, "--shutdown-timeout", "1", "befallen.py", how, "train", *sets]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1
+    assert re.search(said, done.stderr), done.stderr
