@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -87,11 +88,13 @@ def test_a_full_disk_ends_the_run_and_nothing_else(
     assert "Traceback" not in said.err
     retry, end = said.err.strip().splitlines()
     written = steps(run)
+    index = json.loads((complete(run / "checkpoints")[0] / "tensors.json").read_text())
+    needed = sum(4 * math.prod(tensor["shape"]) for tensor in index.values())
     assert len(written) >= 2
     for line in (retry, end):
         assert f"step-{written[-1] + 1:08d} could not be written: {os.strerror(errno.ENOSPC)}" in line
         assert str(run) in line
-        assert "bytes are needed and" in line
+        assert f"at least {needed:,} bytes are needed and" in line
     assert retry.startswith("warning: ")
     assert "trying again in 0.1 s" in retry
     assert end.startswith("error: ")
@@ -157,6 +160,8 @@ def test_the_newest_good_checkpoints_are_kept(run: Path, cuboid: Cuboid) -> None
     assert {line.split("/")[-1] for line in said.out.splitlines() if "would remove" in line} == before - {
         "step-00000003"
     }
+    assert {path.name for path in folder.iterdir()} == before
+    assert cuboid("checkpoint", "prune", folder / "step-00000003").code == 2
     assert {path.name for path in folder.iterdir()} == before
     assert cuboid("checkpoint", "prune", run, "--keep", 2).code == 0
     assert {path.name for path in folder.iterdir()} == {"step-00000001", "step-00000003"}

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tiny import on, tiny, write_text
 from torch import Tensor
 
 from cuboid.hf.folder import Stored
-from cuboid.launch import Pool, RunError, World
+from cuboid.launch import Pool, RankError, RunError, World, launch
+from cuboid.mesh import Cuboid, Mesh
 from cuboid.train import checkpoint, manifest, storage
 from cuboid.train.checkpoint import candidates, complete, newest, step_of
 from cuboid.train.config import TrainConfig
@@ -323,3 +325,47 @@ def test_all_ranks_learn_of_a_failed_write(
         assert "bytes are needed and" in first
         assert there == ["step-00000001"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def killed(world: World, config: TrainConfig, folder: Path, at: int) -> None:
+    """Save once more, and end as a killed process does at the so manieth thing done to the disk."""
+    trainer = Trainer(config, world)
+    writer = Writer(folder, trainer.model, keep=1, background=False)
+    trainer.resume(folder)
+    trainer.step()
+    calls = count()
+
+    def dying(do: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            if next(calls) == at:
+                os._exit(9)
+            return do(*args, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in [(os, "fsync"), (os, "unlink"), (os, "rmdir"), (Path, "mkdir"), (Path, "rename")]:
+            patch.setattr(owner, name, dying(getattr(owner, name)))
+        writer.save(trainer.done, trainer.optimizer, trainer.state())
+
+
+def test_killed_at_any_moment_of_a_save(run: Path, config: TrainConfig, tmp_path: Path) -> None:
+    alone = tiny(Path(config.data.paths[0]), *on("1,1,1"))
+    wholes, ended = [], []
+    for at in count():
+        folder = tmp_path / str(at)
+        shutil.copytree(run / "checkpoints" / "step-00000001", folder / "step-00000001")
+        try:
+            launch(killed, 1, [alone, folder, at])
+            break
+        except RankError as error:
+            ended.append(str(error))
+        for path in complete(folder):
+            checkpoint.choose(path, Mesh(Cuboid(), alone=True), lambda path, state: None)
+        wholes.append([step_of(path) for path in complete(folder)])
+    assert set(ended) == {"rank 0 ended with exit code 9"}
+    assert wholes[0] == [1]
+    assert wholes[-1] == [2]
+    assert [1, 2] in wholes
+    assert len(wholes) > 12
+    assert [path.name for path in (tmp_path / str(at)).iterdir()] == ["step-00000002"]

@@ -1,5 +1,6 @@
 """The run folder, the progress line and the pictures."""
 
+import errno
 import io
 import json
 import math
@@ -84,6 +85,34 @@ def test_no_events_unless_wanted(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", "", tensorboard=False) as folder:
         folder.log(asdict(report(1)))
     assert not folder.events.exists()
+
+
+class FullDisk(io.RawIOBase):
+    """Takes so many bytes of a file, then none."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self.file, self.room = path.open("ab", buffering=0), room
+
+    def write(self, content: bytes) -> int:  # type: ignore[override]
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = self.file.write(content[: self.room])
+        self.room -= taken
+        return taken
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def test_metrics_wait_for_room(folder: RunFolder) -> None:
+    folder._lines = FullDisk(folder.lines, 100)
+    for step in range(1, 6):
+        folder.log({"step": step, "loss": 1 / step})
+    assert folder.lines.stat().st_size == 100
+    folder._lines.room = 1000
+    folder.log({"step": 6, "loss": 1 / 6})
+    assert [row["step"] for row in folder.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_torn_line_is_left_out_and_not_run_into(folder: RunFolder) -> None:

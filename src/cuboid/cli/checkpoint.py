@@ -59,7 +59,7 @@ def row(path: Path) -> dict[str, Any]:
         "damage": "",
     }
     try:
-        found["cuboid"] = inspect(path)[1]["cuboid"]
+        found["cuboid"] = inspect(path)[1].get("cuboid")
     except Damaged as error:
         found["damage"] = f"damaged: {', '.join(error.names)}"
     except ValueError as error:  # of another version
@@ -105,7 +105,10 @@ def prune(
     Those to be kept are read and held against their checksums first. If there is no good one, none is removed.
     """
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    folder = candidates(run)[0].parent
+    newest = candidates(run)[0]
+    if newest == run.resolve():
+        raise ValueError(f"{run} is a checkpoint; give the run folder whose checkpoints are to be pruned")
+    folder = newest.parent
     kept: list[Path] = []
     for path in reversed(complete(folder)):
         if len(kept) < keep and not damage(path, console):
@@ -116,5 +119,8 @@ def prune(
     for path in [*gone, *leftovers(folder)]:
         console.print(f"{'would remove' if dry_run else 'removes'} {path}")
         if not dry_run:
-            remove(path) if path in gone else shutil.rmtree(path)
+            try:
+                remove(path) if path in gone else shutil.rmtree(path)
+            except OSError as error:
+                raise ValueError(f"{path} cannot be removed: {error.strerror}; remove it by hand") from None
     console.print(f"keeps {', '.join(str(step_of(path)) for path in reversed(kept))}")
