@@ -162,7 +162,9 @@ class RestartSection:
     """what becomes of a run whose ranks die"""
 
     most: int = key(3, "times in a row that all ranks start again without a new checkpoint; 0: never", at_least=0)
-    timeout: float = key(600.0, "seconds after which a collective that has not ended is an error", above=0)
+    timeout: float = key(
+        600.0, "seconds after which a collective that has not ended is an error", at_least=1, at_most=1e6
+    )
 
 
 @dataclass(frozen=True)
