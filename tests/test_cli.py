@@ -118,6 +118,12 @@ def test_a_refused_resumption_changes_nothing(finished: tuple[Path, Said], cuboi
     fresh = cuboid("train", *sets(settings(write_text(tmp_path), *on("1,1,1"), f"logging.folder={run}")))
     assert fresh.code == 2
     assert "is not empty; resume the run in it or choose another folder" in fresh.err
+    other = tmp_path / "another run"
+    other.mkdir()
+    (other / "config.toml").write_text("seed = 7")
+    found = cuboid("train", "--resume", run, "--set", f"logging.folder={other}")
+    assert found.code == 2
+    assert "is not empty; resume the run in it or choose another folder" in found.err
     assert {path: path.stat() for path in run.rglob("*")} == before
 
 

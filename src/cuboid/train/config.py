@@ -171,7 +171,9 @@ class RestartSection:
 class WatchSection:
     """ranks that stall"""
 
-    timeout: float = key(300.0, "seconds until a stalled rank ends all, with a message naming it; 0: never", at_least=0)
+    timeout: float = key(
+        300.0, "seconds until a stalled rank ends all, with a message naming it; 0: never", at_least=0, at_most=1e6
+    )
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ def open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFolde
     config, run = trainer.config, None
     if trainer.model.parallel.mesh.rank == 0:
         text, events = resolved_toml(config), config.logging.tensorboard
-        begun = broken_off(config, folder) or (resume is not None and (folder / "config.toml").is_file())
+        begun = broken_off(config, folder) or (resume is not None and folder.resolve() in (resume, *resume.parents))
         if begun:
             run = RunFolder.open(folder, events)
             run.lock()
