@@ -60,6 +60,10 @@ def befall(trainer: Trainer, how: str) -> None:
         parameter.register_hook(lambda gradient: [][1])
     elif how == "longer":
         lengthen()
+    elif how == "unseen":  # as when the backend takes what does not fit, and goes on
+        journal = trainer.model.parallel.mesh.y.journal
+        assert journal is not None
+        journal.note("all_gather", (4,), torch.float32)
 
 
 def strike(name: str, after: int) -> None:
@@ -115,6 +119,12 @@ def test_gathering_too_much_is_reported(text: Path) -> None:
         r"axis y, collective \d+: rank 1 called all_gather of \[16, 8, 16\] float32; rank 3 called all_gather of \[18,",
         str(caught.value),
     )
+
+
+def test_what_went_unseen_is_found_at_the_end_of_the_step(text: Path) -> None:
+    said = r"step 3: collectives do not match\n  axis y, collective \d+: rank 0 .*; rank 1 called all_gather of \[4\]"
+    with pytest.raises(Mismatched, match=said):
+        Pool(4).run(steps, tiny(text, *on("2,2,1")), 300.0, 1, "unseen")
 
 
 def calls(world: World, how: str) -> list[float]:
