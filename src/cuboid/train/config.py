@@ -156,7 +156,9 @@ class CheckpointSection:
 class WatchSection:
     """ranks that stall"""
 
-    timeout: float = key(300.0, "seconds until a stalled rank ends all, with a message naming it; 0: never", at_least=0)
+    timeout: float = key(
+        300.0, "seconds until a stalled rank ends all, with a message naming it; 0: never", at_least=0, at_most=1e6
+    )
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,10 @@ class TrainConfig:
             raise ValueError(
                 f"schedule.warmup = {schedule.warmup} is more than schedule.steps = {schedule.steps}; "
                 "the learning rate would never reach optimizer.lr; use a shorter warmup"
+            )
+        if 0 < self.watch.timeout < 1:
+            raise ValueError(
+                f"watch.timeout = {self.watch.timeout:g} would end ranks that are merely busy; use 1 or more, or 0"
             )
         self.model_config(self.model.vocab or 1).check(cuboid, data.batch // data.micro_batches, data.seq)
         for name, path in [
