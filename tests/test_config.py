@@ -94,6 +94,7 @@ def test_lists_may_be_bare_and_paths_become_absolute(tmp_path: Path, monkeypatch
         ("model.preset=gpt2-125m", ('"gpt2-125m"', 'did you mean "gpt2-124m"?', "llama-3-405b")),
         ("data.batch=7", ("batch = 7", "5", "use 5 or 10")),
         ("schedule.warmup=300", ("schedule.warmup = 300", f"schedule.steps = {TrainConfig().schedule.steps}")),
+        ("watch.timeout=0.5", ("watch.timeout = 0.5", "use 1 or more, or 0")),
         ("model.heads=2", ("heads=2", "y·z=4", "use heads 4")),
         ("model.context=64", ("seq=128", "context=64")),
         ("cuboid.order=x,y,z", ("x,y,z", "data")),

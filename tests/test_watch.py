@@ -1,13 +1,16 @@
 """A rank that stalls, dies, fails or calls something else ends all ranks, and is named."""
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,8 @@ from torch import Tensor
 
 from cuboid import comm, product
 from cuboid.comm import all_gather, all_reduce
-from cuboid.launch import Pool, World
+from cuboid.journal import Account, Journal, explain
+from cuboid.launch import Pool, World, launch
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer
@@ -45,18 +49,24 @@ def steps(world: World, config: TrainConfig, limit: float, rank: int, how: str) 
 def befall(trainer: Trainer, how: str) -> None:
     if how == "stopped":
         threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()  # somewhere in the step
+    elif how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     elif how == "busy":
         time.sleep(3 * SOON)
     elif how == "forward":
-        strike(comm, "all_gather", 3)
+        strike("all_gather", 3)
     elif how == "backward":
         parameter = next(trainer.model.parameters())
         parameter.register_hook(lambda gradient: [][1])
     elif how == "longer":
         lengthen()
+    elif how == "unseen":  # as when the backend takes what does not fit, and goes on
+        journal = trainer.model.parallel.mesh.y.journal
+        assert journal is not None
+        journal.note("all_gather", (4,), torch.float32)
 
 
-def strike(module: object, name: str, after: int) -> None:
+def strike(name: str, after: int) -> None:
     """From its `after`th call on, a function raises."""
     real, left = getattr(product, name), iter(range(after))
 
@@ -111,6 +121,12 @@ def test_gathering_too_much_is_reported(text: Path) -> None:
     )
 
 
+def test_what_went_unseen_is_found_at_the_end_of_the_step(text: Path) -> None:
+    said = r"step 3: collectives do not match\n  axis y, collective \d+: rank 0 .*; rank 1 called all_gather of \[4\]"
+    with pytest.raises(Mismatched, match=said):
+        Pool(4).run(steps, tiny(text, *on("2,2,1")), 300.0, 1, "unseen")
+
+
 def calls(world: World, how: str) -> list[float]:
     """Over y of (1,2,2) rank 3 calls something else than rank 1."""
     with watched(world.rank, world.size, LIMIT) as watch:
@@ -147,11 +163,97 @@ def test_what_does_not_match_is_reported(how: str, said: str) -> None:
         Pool(4).run(calls, how)
 
 
-def test_what_matches_is_not(pool: object) -> None:
+def test_what_matches_is_not() -> None:
     with Pool(4) as ranks:
         found = [share for (share,) in ranks.run(calls, "")]
     assert any(found)
     assert sum(found) == 0
+
+
+# what the accounts of the ranks say
+
+
+def account(rank: int, *journals: tuple[str, tuple[int, ...], list[str], int], at: str = "here:1") -> Account:
+    """Of journals: axis, ranks, calls, the number of the one awaited."""
+    pages = []
+    for axis, ranks, kinds, awaited in journals:
+        journal = Journal(axis, ranks, rank)
+        for kind in kinds:
+            journal.note(kind, (2, 3), torch.float32)
+        journal.awaited = awaited
+        pages.append(journal.page())
+    return Account.read(json.loads(json.dumps(asdict(Account(7, at, pages)))))
+
+
+def test_a_rank_that_waits_is_not_the_cause() -> None:
+    accounts = {
+        0: account(0, ("x", (0, 1), ["a", "b"], 2), ("y", (0, 2), ["c"], 0)),
+        1: account(1, ("x", (0, 1), ["a"], 0), ("y", (1, 3), ["c"], 1)),
+        2: account(2, ("x", (2, 3), ["a", "b"], 2), ("y", (0, 2), ["c"], 0)),
+    }
+    assert explain(accounts, 4) == (
+        False,
+        "step 7: rank 3 did not arrive and did not answer: stopped, dead or cut off\n"
+        "  axis y, collective 1: rank 1 waits for rank 3 with c of [2, 3] float32\n"
+        "  axis x, collective 2: rank 2 waits for rank 3 with b of [2, 3] float32\n"
+        "  1 more wait for these",
+    )
+    accounts[3] = account(3, ("x", (2, 3), ["a"], 0), ("y", (1, 3), [], 0), at="there:2")
+    assert explain(accounts, 4)[1].startswith("step 7: rank 3 did not arrive: it is at there:2\n")
+
+
+def test_a_circle_and_a_network_that_loses_what_is_sent() -> None:
+    pair = (0, 1)
+    circle = {
+        0: account(0, ("x", pair, ["a"], 1), ("y", pair, [], 0)),
+        1: account(1, ("x", pair, [], 0), ("y", pair, ["b"], 1)),
+    }
+    assert explain(circle, 2)[1].startswith("step 7: ranks wait for one another\n  axis x, collective 1: rank 0 waits")
+    lost = {rank: account(rank, ("x", pair, ["a"], 1)) for rank in pair}
+    assert explain(lost, 2)[1].startswith("step 7: all ranks arrived, but not what they sent\n")
+
+
+def test_where_nobody_waits_in_sight_who_has_launched_less_is_late() -> None:
+    accounts = {rank: account(rank, ("x", (0, 1, 2), ["a", "b"][: 2 - rank % 2], 0)) for rank in range(3)}
+    assert explain(accounts, 3)[1] == "step 7: axis x, collective 2: rank 1 did not arrive at b of [2, 3] float32"
+    even = {rank: account(rank, ("x", (0, 1), ["a"], 0)) for rank in range(2)}
+    assert explain(even, 2)[1] == "step 7: rank 0 is at here:1\n  rank 1 is at here:1"
+
+
+def test_what_differed_long_ago_differs_still() -> None:
+    same = {rank: account(rank, ("x", (0, 1), ["a"], 0)) for rank in range(2)}
+    assert explain(same, 2, differ=True) == (True, "step 7: collectives do not match, 64 calls or more ago on any axis")
+
+
+def test_a_report_of_many_ranks_is_short() -> None:
+    accounts = {rank: account(rank, (f"x{rank}", (rank, 99), ["a"], 1)) for rank in range(50)}
+    found = explain(accounts, 100)[1].splitlines()
+    assert len(found) == 9
+    assert found[-1] == "  and 43 more"
+
+
+# ranks that nobody here supervises
+
+
+def unsupervised(rank: int, port: int, config: TrainConfig) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    launch(steps, 4, [config, 300.0, 1, "killed"])
+
+
+def test_a_dead_rank_is_named_by_those_who_lose_it(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    fork, config = get_context("fork"), tiny(text, *on("2,1,2"))
+    ranks = [fork.Process(target=unsupervised, args=(rank, port, config)) for rank in range(4)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(2 * SOON)
+    assert [each.exitcode for each in ranks] == [1, -signal.SIGKILL, 1, 1]
+    said = capfd.readouterr().err
+    assert said.count("error: step 3: rank 1 did not arrive and did not answer: stopped, dead or cut off") == 3, said
+    assert re.search(r"rank \d heard: .*[Cc]onnection", said)
 
 
 # under torchrun
@@ -167,6 +269,7 @@ def befallen(self, stop=False):
     if self.done == 2 and os.environ["RANK"] == "3":
         if how == "fail":
             raise KeyError("the cause")
+        open("pid", "w").write(str(os.getpid()))
         threading.Timer(0.02, os.kill, (os.getpid(), getattr(signal, how))).start()
     return step(self, stop)
 
@@ -187,7 +290,13 @@ def test_under_torchrun(how: str, said: str, text: Path, tmp_path: Path) -> None
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     changes = settings(text, *on("2,2,1"), f"watch.timeout={LIMIT}")
     sets = [word for change in changes for word in ("--set", change)]
-    command = [*torchrun, "--shutdown-timeout", "1", "befallen.py", how, "train", *sets]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1
-    assert re.search(said, done.stderr), done.stderr
+    command = [*torchrun, "befallen.py", how, "train", *sets]
+    lines = []
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("error: step"):  # torchrun waits long for a stopped rank to end by itself
+                os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert process.returncode == 1
+    assert re.search(said, "".join(lines)), "".join(lines)

@@ -14,8 +14,8 @@ Over an axis of size 1 nothing is launched, counted or copied.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -88,7 +88,7 @@ class Flight:
         events, ledger = getattr(self, "_events", None), axis.ledger
         if events is None:
             start = time.perf_counter()
-            _wait(work, axis, self._number)
+            work.wait() if axis.journal is None else axis.journal.wait(work, self._number)
             ledger.waited(span, start, time.perf_counter())
             return
         events[1].record()
@@ -104,39 +104,9 @@ class Flight:
         ledger.later(settle)
 
 
-def _wait(work: dist.Work, axis: Axis, number: int) -> None:
-    """On a watch the rank wakes up now and then, to see whether it waits in vain."""
-    watch, journal = axis.watch, axis.journal
-    if watch is None or journal is None:
-        work.wait()
-        return
-    journal.awaited = number
-    while not work.is_completed():
-        with suppress(RuntimeError):  # the nap is over, or the collective failed, which is raised below
-            work.wait(watch.nap)
-        watch.look()
-    try:
-        work.wait()
-    except RuntimeError as error:
-        watch.look(error)
-    journal.awaited = 0
-    watch.landings += 1
-
-
-@contextmanager
-def _blocking(kind: str, axis: Axis) -> Iterator[None]:
+def _blocking(kind: str, axis: Axis) -> AbstractContextManager[None]:
     """Around a collective that is not launched but called, outside the steps."""
-    watch, journal = axis.watch, axis.journal
-    if watch is None or journal is None:
-        yield
-        return
-    journal.awaited = journal.note(kind)
-    try:
-        yield
-    except RuntimeError as error:
-        watch.look(error)
-    journal.awaited = 0
-    watch.landings += 1
+    return nullcontext() if axis.journal is None else axis.journal.blocking(kind)
 
 
 def _launched(kind: str, x: Tensor, axis: Axis, times: int = 1) -> Span:

@@ -1,23 +1,38 @@
 """What each rank launched over each group, in order, and what their accounts say when nothing moves any more."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 
 REMEMBERED = 64  # calls of a group that a rank can still name
 SHOWN = 8  # lines of a report
 
 
 class Journal:
-    """A rank's collectives over one group. The digest is that of the same calls on every rank and in every process."""
+    """A rank's collectives over one group. The digest is that of the same calls on every rank and in every process.
 
-    def __init__(self, axis: str, ranks: Sequence[int], rank: int) -> None:
+    Who waits for one wakes up after each `nap` to `look`, which raises if it waits in vain; given an error, it raises
+    that or what is behind it.
+    """
+
+    def __init__(
+        self,
+        axis: str,
+        ranks: Sequence[int],
+        rank: int,
+        nap: timedelta = timedelta(seconds=1),
+        look: Callable[[RuntimeError | None], None] = lambda error: None,
+    ) -> None:
         self.axis, self.ranks, self.index = axis, tuple(ranks), tuple(ranks).index(rank)
-        self.count = self.digest = 0
+        self._nap, self._look = nap, look
+        self.count = self.digest = self.landings = 0
         self.awaited = 0  # the number of the call that the rank does nothing but wait for; 0: none
         self.recent: deque[tuple[int, str, tuple[int, ...], torch.dtype | None]] = deque(maxlen=REMEMBERED)
 
@@ -27,6 +42,28 @@ class Journal:
         self.digest = hash((self.digest, crc32(kind.encode()), shape, dtype.itemsize if dtype else 0))
         self.recent.append((self.count, kind, shape, dtype))
         return self.count
+
+    def wait(self, work: dist.Work, number: int) -> None:
+        self.awaited = number
+        while not work.is_completed():
+            with suppress(RuntimeError):  # the nap is over, or the collective failed, which is raised below
+                work.wait(self._nap)
+            self._look(None)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._look(error)
+        self.awaited, self.landings = 0, self.landings + 1
+
+    @contextmanager
+    def blocking(self, kind: str) -> Iterator[None]:
+        """Around a collective that returns when it is done."""
+        self.awaited = self.note(kind)
+        try:
+            yield
+        except RuntimeError as error:
+            self._look(error)
+        self.awaited, self.landings = 0, self.landings + 1
 
     def share(self) -> float:
         """Sums to nothing over the ranks of the group that have made the same calls. Whole and small, so the sum over
@@ -130,16 +167,28 @@ def absences(accounts: Mapping[int, Account], size: int) -> list[str]:
     causes = silent | set(late)
     lines = [f"{listed(silent)} did not arrive and did not answer: stopped, dead or cut off"] if silent else []
     lines += [f"{listed([rank])} did not arrive: it is at {accounts[rank].at}" for rank in late]
+    if not any(waiting.values()):  # on a GPU nobody waits in sight
+        return lines + behind(accounts) or [f"{listed([r])} is at {each.at}" for r, each in sorted(accounts.items())]
     if not lines:
-        busy = [f"no rank waits for another: {listed([rank])} is at {a.at}" for rank, a in sorted(accounts.items())]
-        found = "ranks wait for one another" if absent else "all ranks arrived, but not what they sent"
-        lines = [found] if any(waiting.values()) else busy
+        lines = ["ranks wait for one another" if absent else "all ranks arrived, but not what they sent"]
     direct = [rank for rank, pages in waiting.items() if any(missing(page) & causes for page in pages)]
     direct = direct or [rank for rank, pages in waiting.items() if pages]
     for rank in sorted(direct):
         lines += waits(rank, accounts[rank])
     rest = sum(bool(pages) for pages in waiting.values()) - len(direct)
     return [*lines, f"{rest} more wait for these"] if rest else lines
+
+
+def behind(accounts: Mapping[int, Account]) -> list[str]:
+    """Who has launched less than others of a group."""
+    lines = []
+    for (axis, _), pages in groups(accounts).items():
+        most = max(page.count for page in pages.values())
+        late = [rank for rank, page in pages.items() if page.count < most]
+        if late:
+            call = next(page.calls[most] for page in pages.values() if page.count == most)
+            lines.append(f"axis {axis}, collective {most}: {listed(late)} did not arrive at {call}")
+    return lines
 
 
 def waits(rank: int, account: Account) -> list[str]:

@@ -111,7 +111,6 @@ class Axis:
     group: dist.ProcessGroup | None = None
     ledger: Ledger = field(default_factory=Ledger, compare=False)
     overlap: bool = True  # False: a collective is awaited where it is launched
-    watch: Watch | None = field(default=None, compare=False)
     journal: Journal | None = field(default=None, compare=False)  # what was launched, for the watch
 
 
@@ -182,7 +181,7 @@ class Mesh:
 
     def _axis(self, name: str, size: int, index: int, group: dist.ProcessGroup | None) -> Axis:
         journal = self.watch.journal(name, group) if self.watch is not None and group is not None else None
-        return Axis(name, size, index, group, self.ledger, self.overlap, self.watch, journal)
+        return Axis(name, size, index, group, self.ledger, self.overlap, journal)
 
     def _group(self, axis: str, size: int, parts: int = 1) -> dist.ProcessGroup:
         """This rank's of the groups along an axis, or along each of its `parts`. None are made for axes of size 1: a

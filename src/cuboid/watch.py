@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -25,7 +25,7 @@ from cuboid.journal import Account, Journal, explain, waits
 
 EXIT_CODE = 70  # of a rank that hangs where no exception reaches it
 MOMENT = 3.0  # seconds that the rank which failed has for its own words before others speak of it
-ALARM, ANSWERS, VERDICT = "watch/alarm", "watch/answers", "watch/verdict"
+ALARM, ANSWERS, VERDICT, HEARD = "watch/alarm", "watch/answers", "watch/verdict", "watch/heard"
 
 
 class RankError(RuntimeError):
@@ -59,8 +59,7 @@ class Watch:
         self.rank, self.size, self.limit = rank, size, limit
         self.interval = min(max(limit / 50, 0.05), 2.0)
         self.grace = min(max(limit / 8, 1.0), 10.0)  # for others to answer
-        self.nap = timedelta(seconds=self.interval)  # of who waits for a collective
-        self.step = self.landings = 0
+        self.step = 0
         self._verdict: RankError | None = None
         self._journals: list[Journal] = []
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # calls of one client wait for each other
@@ -71,14 +70,15 @@ class Watch:
     def journal(self, axis: str, group: dist.ProcessGroup) -> Journal:
         """Of a group of this rank's. The backend's own timeout must not strike before the watch does."""
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2 * self.limit), group)
-        self._journals.append(Journal(axis, dist.get_process_group_ranks(group), self.rank))
+        ranks, nap = dist.get_process_group_ranks(group), timedelta(seconds=self.interval)
+        self._journals.append(Journal(axis, ranks, self.rank, nap, self.look))
         return self._journals[-1]
 
     def share(self) -> float:
         """Sums to nothing over all ranks if the collectives of each group were the same."""
         return sum(journal.share() for journal in self._journals)
 
-    def look(self, error: RuntimeError | None = None) -> None:
+    def look(self, error: RuntimeError | None) -> None:
         """Called by who waits: raise what the watch has found. An `error` of the backend raises the alarm."""
         if error is not None:
             self.alarm(Alarm(self.rank, why=str(error)))
@@ -124,16 +124,15 @@ class Watch:
         while not self._closed.wait(self.interval):
             before, tick = tick, time.monotonic()
             passed = min(tick - before, 2 * self.interval)  # were we held up, so were the others
-            moved = self.landings + self.step + sum(journal.count for journal in self._journals)
+            moved = self.step + sum(journal.count + journal.landings for journal in self._journals)
             busy = not self.step and not any(journal.awaited for journal in self._journals)
             idle = 0.0 if moved != seen or busy else idle + passed
             seen = moved
             if idle > 0.75 * self.limit:
                 self.alarm(Alarm(self.rank))
-            if self._alarm is not None and not self._sent.wait(self.grace):
-                silent = "rank 0, which keeps the run's store, did not answer: stopped, dead or cut off"
-                self._judge("stalled", "\n  ".join([f"step {self.step}: {silent}", *waits(self.rank, self._account())]))
             if self._alarm is not None:
+                if not self._sent.wait(self.grace):
+                    self._blame_keeper()
                 self._end()
                 return
 
@@ -155,15 +154,23 @@ class Watch:
         self._verdict = self._verdict or ERRORS[kind](text)
         self._judged.set()
 
-    # the store, which alone this thread asks: who does may have to wait for ever
+    def _blame_keeper(self) -> None:
+        """Without the store nothing can be known but this rank's own account."""
+        silent = "rank 0, which keeps the run's store, did not answer: stopped, dead or cut off"
+        self._judge("stalled", "\n  ".join([f"step {self.step}: {silent}", *waits(self.rank, self._account())]))
+
+    # the store, which this thread alone asks: who does may have to wait for ever
 
     def _listen(self) -> None:
-        with suppress(RuntimeError):  # the store is gone; the clock will tell
+        try:
             while not self._closed.is_set():
                 self._wake.wait(self.interval)
                 if self._alarm is not None or self._store.check([ALARM]):
                     self._answer()
                     return
+        except RuntimeError:  # the store is gone
+            self._wake.wait()  # until somebody is missed
+            self._blame_keeper()
 
     def _answer(self) -> None:
         store = self._store
@@ -181,7 +188,11 @@ class Watch:
             store.set(VERDICT, json.dumps(self._collect(first)))
         found = _until(lambda: store.check([VERDICT]), 2 * self.grace)
         silent = "stalled", f"step {self.step}: rank {first.rank} raised the alarm and did not answer any more"
-        self._judge(*(json.loads(store.get(VERDICT)) if found else silent))
+        verdict = json.loads(store.get(VERDICT)) if found else silent
+        store.add(HEARD, 1)
+        if self.rank == 0:  # the store may end with this process
+            _until(lambda: store.add(HEARD, 0) >= store.add(ANSWERS, 0), self.grace)
+        self._judge(*verdict)
 
     def _collect(self, alarm: Alarm) -> tuple[str, str]:
         """What all accounts say."""

@@ -268,6 +268,10 @@ class TrainConfig:
                 f"schedule.warmup = {schedule.warmup} is more than schedule.steps = {schedule.steps}; "
                 "the learning rate would never reach optimizer.lr; use a shorter warmup"
             )
+        if 0 < self.watch.timeout < 1:
+            raise ValueError(
+                f"watch.timeout = {self.watch.timeout:g} would end ranks that are merely busy; use 1 or more, or 0"
+            )
         for name, path in [
             *(("data.paths", path) for path in data.paths),
             ("data.tokenizer", data.tokenizer),
