@@ -29,6 +29,7 @@ class Kill:
     moment: str
     step: int  # the last one taken before
     resumed: int = 0  # the one it went on after
+    again: int = 0  # steps that were taken and had to be taken again
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,11 @@ def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Call
     resumed = [int(step or 0) for step in re.findall(r"start again, (?:after step (\d+)|from the beginning)", said)]
     if killed.returncode or len(resumed) != kills:
         raise RuntimeError(f"exit code {killed.returncode} after {len(resumed)} restarts of {kills}: {said}")
+    before = Kill("", 0)
     for kill, step in zip(done, resumed, strict=True):
         kill.resumed = step
+        progress = (kill.step, step) != (before.step, before.resumed)  # else it was killed again before its first step
+        kill.again, before = max(0, kill.step - step) * progress, kill
     return compare(config, done, folder / "alone", folder / "killed")
 
 
