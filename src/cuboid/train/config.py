@@ -17,7 +17,8 @@ from cuboid.presets import PRESETS
 from cuboid.train.keys import assignment, build, flatten, key, keys, toml, value_of, write
 from cuboid.train.origin import Origin
 
-DECISIVE = ("seed", "model", "data", "optimizer", "schedule", "precision", "loss")  # sections that decide the result
+#: Sections that decide the result.
+DECISIVE = ("seed", "model", "data", "optimizer", "schedule", "precision", "loss", "guard")
 
 
 @dataclass(frozen=True)
