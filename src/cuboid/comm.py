@@ -26,6 +26,8 @@ from torch import Tensor
 from cuboid.ledger import Span
 from cuboid.mesh import Axis
 
+LEAST_ALONE = 1 << 19  # bytes: below them a message of its own costs more than a copy
+
 
 class Pause(NamedTuple):
     """Where a block of the model can be suspended. Sizes are as large on every rank: turns are taken by them."""
@@ -53,15 +55,15 @@ class Flight:
 
     def __init__(
         self,
-        work: dist.Work | None,
+        works: Sequence[dist.Work],
         result: Callable[[], Tensor],
         span: Span | None = None,
         axis: Axis | None = None,
     ) -> None:
-        self._work, self._result, self._span, self._axis = work, result, span, axis
+        self._works, self._result, self._span, self._axis = works, result, span, axis
         self._number = 0 if axis is None or axis.journal is None else axis.journal.count
-        if work is not None and span is not None and axis is not None:
-            self._clock_start(work, span, axis)
+        if works and span is not None and axis is not None:
+            self._clock_start(works, span, axis)
             if not axis.overlap:
                 self._land()
 
@@ -70,29 +72,32 @@ class Flight:
         return self._result()
 
     def _land(self) -> None:
-        work, self._work = self._work, None
-        if work is not None and self._span is not None and self._axis is not None:
-            self._clock_wait(work, self._span, self._axis)
+        works, self._works = self._works, ()
+        if works and self._span is not None and self._axis is not None:
+            self._clock_wait(works, self._span, self._axis)
 
     # Time. On a CPU the completing thread stamps the clock; on a GPU `wait` only makes the stream wait, so events are
     # recorded on it and read later, when the ledger is.
 
-    def _clock_start(self, work: dist.Work, span: Span, axis: Axis) -> None:
+    def _clock_start(self, works: Sequence[dist.Work], span: Span, axis: Axis) -> None:
         if dist.get_backend(axis.group) == "gloo":
-            work.get_future().add_done_callback(lambda _: axis.ledger.landed(span, time.perf_counter()))
+            for work in works:
+                work.get_future().add_done_callback(lambda _: axis.ledger.landed(span, time.perf_counter()))
         elif torch.cuda.is_available():
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
             self._events[0].record()
 
-    def _clock_wait(self, work: dist.Work, span: Span, axis: Axis) -> None:
+    def _clock_wait(self, works: Sequence[dist.Work], span: Span, axis: Axis) -> None:
         events, ledger = getattr(self, "_events", None), axis.ledger
         if events is None:
             start = time.perf_counter()
-            work.wait() if axis.journal is None else axis.journal.wait(work, self._number)
+            for work in works:
+                work.wait() if axis.journal is None else axis.journal.wait(work, self._number)
             ledger.waited(span, start, time.perf_counter())
             return
         events[1].record()
-        work.wait()
+        for work in works:
+            work.wait()
         events[2].record()
 
         def settle() -> None:
@@ -118,7 +123,7 @@ def _launched(kind: str, x: Tensor, axis: Axis, times: int = 1) -> Span:
 
 def landed(x: Tensor) -> Flight:
     """A flight that is already over."""
-    return Flight(None, lambda: x)
+    return Flight((), lambda: x)
 
 
 def _sent(x: Tensor, axis: Axis, times: int = 1) -> int:
@@ -132,8 +137,23 @@ def all_gather(x: Tensor, axis: Axis) -> Flight:
     x = x.contiguous()
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     span = _launched("all_gather", whole, axis)
-    work = dist.all_gather_single(whole, x, group=axis.group, async_op=True)
-    return Flight(work, lambda: whole, span, axis)
+    return Flight(_gather(x, whole, axis), lambda: whole, span, axis)
+
+
+def _gather(x: Tensor, whole: Tensor, axis: Axis) -> list[dist.Work]:
+    """gloo's own all_gather is a ring of p-1 turns that copies everything once more at its end. Sent from each rank to
+    each, the same bytes take half the CPU time: small ones as copies in one all-to-all, large ones, or those for one
+    other, as they are, a place further at a time. Where a host has several of the ranks the ring is better, because
+    what it sends leaves a host once."""
+    if dist.get_backend(axis.group) != "gloo" or axis.ring:
+        return [dist.all_gather_single(whole, x, group=axis.group, async_op=True)]
+    parts = whole.view(axis.size, x.numel())
+    if axis.size > 2 and x.nbytes < LEAST_ALONE:
+        copies = x.view(1, -1).repeat(axis.size, 1)
+        return [dist.all_to_all_single(parts, copies, group=axis.group, async_op=True)]
+    works = [_shift(x.view(-1), parts[axis.index - by], axis, by) for by in range(1, axis.size)]
+    parts[axis.index] = x.view(-1)
+    return works
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Flight:
@@ -152,10 +172,17 @@ def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> F
     if dist.get_backend(axis.group) == "nccl" and x.dtype.itemsize >= 4:
         mine = x.new_empty(part)
         work = dist.reduce_scatter_single(mine, x, group=axis.group, async_op=True)
-        return Flight(work, lambda: mine.to(dtype), span, axis)
+        return Flight([work], lambda: mine.to(dtype), span, axis)
+    if axis.size == 2:  # one's own part stays where it is
+        own, theirs, other = x[: part[0]], x[part[0] :], x.new_empty(part)
+        if axis.index == 1:
+            own, theirs = theirs, own
+        work = _shift(theirs.view(-1), other.view(-1), axis, 1)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return Flight([work], lambda: other.to(wide).add_(own).to(dtype), span, axis)
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-    return Flight(work, lambda: _sum(parts.view(axis.size, *part)).to(dtype), span, axis)
+    return Flight([work], lambda: _sum(parts.view(axis.size, *part)).to(dtype), span, axis)
 
 
 def _sum(parts: Tensor) -> Tensor:
@@ -175,7 +202,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Flight:
     parts = torch.empty_like(x)
     span = _launched("all_to_all", x, axis)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-    return Flight(work, lambda: parts, span, axis)
+    return Flight([work], lambda: parts, span, axis)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Flight:
@@ -185,7 +212,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Flight:
     total = x.clone(memory_format=torch.contiguous_format)
     span = _launched("all_reduce", total, axis, times=2)
     work = dist.all_reduce(total, group=axis.group, async_op=True)
-    return Flight(work, lambda: total, span, axis)
+    return Flight([work], lambda: total, span, axis)
 
 
 def copy(x: Tensor, axis: Axis) -> Flight:
@@ -202,7 +229,7 @@ def broadcast(x: Tensor, axis: Axis, source: int, shape: Sequence[int]) -> Fligh
         return landed(block)
     span = _launched("broadcast", block, axis)
     work = dist.broadcast(block, group=axis.group, group_src=source, async_op=True)
-    return Flight(work, lambda: block, span, axis)
+    return Flight([work], lambda: block, span, axis)
 
 
 def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None) -> Flight:
@@ -221,23 +248,27 @@ def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None)
     if axis.size == 2:
         other = torch.empty_like(x) if mine else x
         work = dist.broadcast(other, group=axis.group, group_src=1 - target, async_op=True)
-        return Flight(work, lambda: (x.to(sum_in) + other).to(dtype) if mine else nothing, span, axis)
+        return Flight([work], lambda: (x.to(sum_in) + other).to(dtype) if mine else nothing, span, axis)
     work = dist.reduce(x, group=axis.group, group_dst=target, async_op=True)
-    return Flight(work, lambda: x.to(dtype) if mine else nothing, span, axis)
+    return Flight([work], lambda: x.to(dtype) if mine else nothing, span, axis)
 
 
 def shift(x: Tensor, axis: Axis, by: int) -> Flight:
     """The tensor of the rank that is `by` places before this one on the axis, the last before the first. For checks."""
     if by % axis.size == 0:
         return landed(x)
-    x, there, here = x.contiguous(), [0] * axis.size, [0] * axis.size
-    there[(axis.index + by) % axis.size] = here[(axis.index - by) % axis.size] = x.numel()
+    x = x.contiguous()
     other = torch.empty_like(x)
     if axis.journal is not None:
         axis.journal.note("shift", x.shape, x.dtype)
     span = axis.ledger.launched(axis.name, "shift", x.numel() * x.element_size())
-    work = dist.all_to_all_single(other.view(-1), x.view(-1), here, there, group=axis.group, async_op=True)
-    return Flight(work, lambda: other, span, axis)
+    return Flight([_shift(x.view(-1), other.view(-1), axis, by)], lambda: other, span, axis)
+
+
+def _shift(x: Tensor, other: Tensor, axis: Axis, by: int) -> dist.Work:
+    there, here = [0] * axis.size, [0] * axis.size
+    there[(axis.index + by) % axis.size] = here[(axis.index - by) % axis.size] = len(x)
+    return dist.all_to_all_single(other, x, here, there, group=axis.group, async_op=True)
 
 
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "copy"]

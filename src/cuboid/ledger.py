@@ -53,8 +53,9 @@ class Ledger:
         return span
 
     def landed(self, span: Span, when: float) -> None:
+        """It, or one more of the messages it is made of."""
+        span.entry.in_flight += when - (span.landed or span.launched)
         span.landed = when
-        span.entry.in_flight += when - span.launched
 
     def waited(self, span: Span, start: float, stop: float) -> None:
         span.waited, span.resumed = start, stop

@@ -112,6 +112,7 @@ class Axis:
     ledger: Ledger = field(default_factory=Ledger, compare=False)
     overlap: bool = True  # False: a collective is awaited where it is launched
     journal: Journal | None = field(default=None, compare=False)  # what was launched, for the watch
+    ring: bool = False  # it has several ranks on each of several hosts
 
 
 class Mesh:
@@ -120,7 +121,7 @@ class Mesh:
     Every rank of the world must make the same meshes in the same order: making a group is itself collective. A rank
     that wants a mesh of its own asks for one `alone`. Without `overlap`, for comparison, nothing is hidden. `groups`
     that exist already, one for each axis longer than one, are used and never closed. A `watch` sees to it that no rank
-    waits for ever.
+    waits for ever. Hosts have `per_host` ranks each, in order; None: all are on one.
     """
 
     #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.
@@ -135,6 +136,7 @@ class Mesh:
         overlap: bool = True,
         groups: Mapping[str, dist.ProcessGroup] | None = None,
         watch: Watch | None = None,
+        per_host: int | None = None,
     ) -> None:
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if world != cuboid.ranks:
@@ -143,7 +145,7 @@ class Mesh:
                 f"start {cuboid.ranks} ranks or choose sizes whose product is {world}"
             )
         self.cuboid, self.rank, self.device, self.overlap = cuboid, rank, torch.device(device), overlap
-        self.ledger, self.watch = Ledger(), watch
+        self.ledger, self.watch, self._per_host = Ledger(), watch, per_host or world
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
         self._device_meshes: dict[str, DeviceMesh] = {}
@@ -181,7 +183,9 @@ class Mesh:
 
     def _axis(self, name: str, size: int, index: int, group: dist.ProcessGroup | None) -> Axis:
         journal = self.watch.journal(name, group) if self.watch is not None and group is not None else None
-        return Axis(name, size, index, group, self.ledger, self.overlap, journal)
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        hosts = {rank // self._per_host for rank in ranks}
+        return Axis(name, size, index, group, self.ledger, self.overlap, journal, ring=1 < len(hosts) < size)
 
     def _group(self, axis: str, size: int, parts: int = 1) -> dist.ProcessGroup:
         """This rank's of the groups along an axis, or along each of its `parts`. None are made for axes of size 1: a

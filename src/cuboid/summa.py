@@ -14,9 +14,11 @@ A table [V/y, d/z] is a weight the other way round: the head's logits are (2), t
 (1) with one-hot tokens, which every rank of z has, so the table alone moves; its gradient is (3) likewise.
 
 Each is a `sweep` over i: the next blocks are on their way while these are multiplied, and the last sums while the next
-are made. Saved for backward: shards.
+are made. Blocks of several turns come from as many ranks, so that more than one link is busy. Saved for backward:
+shards.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,19 +37,23 @@ from cuboid.weights import Bucket, Weights
 Flights = Sequence[Flight]
 
 
+AHEAD = 2  # turns
+
+
 def sweep(q: int, launch: Callable[[int], Flights], work: Callable[..., Flights]) -> list[list[Tensor]]:
-    """For each i of q, `work(i, *blocks)` with what `launch(i)` sent for. The flights it returns are awaited a turn
-    later; what they brought is returned, for each i. Two turns' blocks are alive at most, and two turns' sums."""
+    """For each i of q, `work(i, *blocks)` with what `launch(i)` sent for, AHEAD turns before. The flights it returns
+    are awaited as many turns later; what they brought is returned, for each i."""
     brought: list[list[Tensor]] = []
-    blocks_under_way, sums_under_way = launch(0), None
+    blocks = deque(launch(i) for i in range(min(AHEAD, q)))
+    sums: deque[Flights] = deque()
     for i in range(q):
-        blocks = [flight.wait() for flight in blocks_under_way]
-        blocks_under_way = launch(i + 1) if i + 1 < q else ()
-        sums = work(i, *blocks)
-        if sums_under_way is not None:
-            brought.append([flight.wait() for flight in sums_under_way])
-        sums_under_way = sums
-    return [*brought, [flight.wait() for flight in sums]]
+        landed = [flight.wait() for flight in blocks.popleft()]
+        if i + AHEAD < q:
+            blocks.append(launch(i + AHEAD))
+        sums.append(work(i, *landed))
+        if len(sums) > AHEAD:
+            brought.append([flight.wait() for flight in sums.popleft()])
+    return [*brought, *([flight.wait() for flight in flights] for flights in sums)]
 
 
 # Linears

@@ -171,7 +171,7 @@ class Bucket:
         if not self._gathers:
             return landed(gradient.to(parameter.dtype))
         flight = reduce_scatter(self._parts(self.index(parameter), gradient).reshape(-1), self.mesh.x, parameter.dtype)
-        return Flight(None, lambda: flight.wait()[: parameter.numel()].view(parameter.shape))
+        return Flight((), lambda: flight.wait()[: parameter.numel()].view(parameter.shape))
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the gradient of one shard."""

@@ -63,7 +63,8 @@ class Contestant:
         p, k = problem, self.shape
         at = k.coordinates(rank)
         if self.native:
-            return native_cost(p.config, k.x, k.y, p.batch, p.seq, rank, self.way == "native ideal")
+            ideal, reshard = self.way == "native ideal", p.policy.weights == "regather"
+            return native_cost(p.config, k.x, k.y, p.batch, p.seq, rank, ideal, reshard)
         if self.way in ("1-D", "1-D+SP"):
             return one_d_cost(p.config, k, at, p.batch, p.seq, self.way == "1-D+SP")
         if self.way in ("2-D", "2.5-D"):
@@ -118,7 +119,9 @@ class ModelRunner:
     """Ours, whatever the parallel."""
 
     def __init__(self, contestant: Contestant, problem: Problem, world: World) -> None:
-        self.mesh = Mesh(contestant.shape, world.rank, world.device, overlap=contestant.overlap)
+        self.mesh = Mesh(
+            contestant.shape, world.rank, world.device, overlap=contestant.overlap, per_host=world.local_size
+        )
         self._parallel = contestant.parallel(problem, self.mesh)
         self.module = Transformer(self._parallel, problem.seed)
         self.optimizer: torch.optim.Optimizer = adamw(self.module)
@@ -145,8 +148,8 @@ class NativeRunner:
 
     def __init__(self, contestant: Contestant, problem: Problem, world: World) -> None:
         k = contestant.shape
-        ideal = contestant.way == "native ideal"
-        self._native = Native(problem.config, world, k.x, k.y, problem.seed, ideal=ideal)
+        ideal, reshard = contestant.way == "native ideal", problem.policy.weights == "regather"
+        self._native = Native(problem.config, world, k.x, k.y, problem.seed, ideal=ideal, reshard=reshard)
         self.module = self._native.model
         self.optimizer: torch.optim.Optimizer = adamw(self.module)
         self.ledger = Ledger()

@@ -22,6 +22,8 @@ from cuboid.config import ModelConfig
 from cuboid.launch import Pool
 from cuboid.mesh import Cuboid
 
+STEPS = 3  # a turn: the first ones still make the memory that the others use again
+
 
 @dataclass(frozen=True)
 class Lean:
@@ -57,8 +59,8 @@ def cpu(ranks: int, rounds: int, out: Path, console: Console, hidden: int = 1024
         for i in range(rounds):
             console.print(f"round {i + 1} of {rounds}", highlight=False)
             for each in (one, *many) if i % 2 == 0 else (*reversed(many), one):
-                times = (alone if each is one else together).run(turn, each, problem, 1, False)
-                seconds[each].append(sum(rank[0].cpu for rank in times))
+                times = (alone if each is one else together).run(turn, each, problem, STEPS, False)
+                seconds[each] += [sum(rank.cpu for rank in step) for step in zip(*times, strict=True)]
     serial, found = Spread.of(seconds[one]).median, []
     for each in many:
         sent = sum(rank.bytes for rank in costs[each])

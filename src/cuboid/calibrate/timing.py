@@ -136,7 +136,7 @@ def talking(ranks: int, node: int) -> Iterator[Cuboid]:
 def time_collectives(bench: Bench, node: int) -> list[Sample]:
     found = []
     for cuboid in talking(bench.world.size, node):
-        mesh = Mesh(cuboid, bench.world.rank, bench.world.device)
+        mesh = Mesh(cuboid, bench.world.rank, bench.world.device, per_host=bench.world.local_size)
         for kind in KINDS:
             for size in MESSAGES:
                 part = size // 4 // (cuboid.y if kind == "all_gather" else 1)
@@ -152,7 +152,7 @@ def time_slowdown(bench: Bench) -> float:
     """The share of its speed that compute loses while a collective is in flight."""
     if bench.world.size == 1:
         return 0.0
-    mesh = Mesh(Cuboid(1, bench.world.size, 1), bench.world.rank, bench.world.device)
+    mesh = Mesh(Cuboid(1, bench.world.size, 1), bench.world.rank, bench.world.device, per_host=bench.world.local_size)
     x = torch.ones(1 << 18, device=bench.world.device)
     sending = bench.seconds(lambda: COLLECTIVES["all_gather"](x, mesh.y).wait())
     a = torch.ones(256, 256, device=bench.world.device)

@@ -80,7 +80,9 @@ def bench(
     batch: Annotated[int, typer.Option(help="Sequences in all; of weak: on the fewest ranks.", min=0)] = 0,
     seq: Annotated[int, typer.Option(help="Tokens a sequence.", min=0)] = 0,
     activations: Annotated[str, typer.Option(help="Cuboids retain or regather gathered activations.")] = "retain",
-    weights: Annotated[str, typer.Option(help="Cuboids retain or regather gathered weights.")] = "regather",
+    weights: Annotated[
+        str, typer.Option(help="Cuboids, and PyTorch's FSDP, retain or regather gathered weights.")
+    ] = "regather",
     quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer: minutes, and rough.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the pictures.")] = Path("bench"),
 ) -> None:

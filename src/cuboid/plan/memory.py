@@ -67,12 +67,16 @@ class _Held:
         self.apart = s.x > 1
         self.whole = sum(w.n * w.k for w in s.block_weights()) * self.e
         self.shard = sum(w.shard for w in s.block_weights()) * STORED
-        self.packed = 2 if hw.direct or self.e < 4 else 1  # buffers of a reduce-scatter: sent, received if it is direct
-        self.way = self.packed - (not holds)  # of one under way
+        self.direct = hw.direct or self.e < 4
+        self.way = 1 - (not holds) + self.received(s.x)  # a reduce-scatter over x: what is sent, what is received
         self.head_saved = self.m // s.y * s.d * self.e + s.head_weight().shard * STORED
         self.layer = (saved - self.head_saved) // max(work.config.layers, 1)
         kept = self.apart & (choice.policy.weights == "retain")
         self.kept = np.where(kept, self.whole, 0)  # of each layer
+
+    def received(self, axis: Array) -> Array:
+        """Of what is scattered over an axis: everyone's parts, of two ranks the other's alone."""
+        return np.where(axis == 2, 0.5, 1.0) * self.direct
 
     def moments(self) -> list[Moment]:
         last = self.c.layers
@@ -85,7 +89,7 @@ class _Held:
         table, rows = s.vocab * s.d, s.chunk(self.choice.policy.head_elements) * s.b
         partial, logits = rows * s.vocab * e, rows // s.z * s.vocab * self.wide
         summed = partial + logits * (2 if e < 4 else 1)
-        chunk = np.where(s.z > 1, np.maximum(self.packed * partial, summed), 2 * logits)
+        chunk = np.where(s.z > 1, np.maximum((1 + self.received(s.z)) * partial, summed), 2 * logits)
         reduced = self.apart * table * e * (1 + (e < 4)) + (e < 4) * table * e
         gathered = table * e * (self.apart | (e < STORED)) + table * self.wide
         last = np.where(self.apart & (self.kept == 0), self.whole, 0) * self.choice.schedule.prefetch
@@ -120,11 +124,10 @@ class _Held:
         regathers = self.choice.policy.activations != "retain"
         X_down, inner = spread // (s.z if regathers else 1), ups * spread // s.z  # saved, until their product is done
         # dY whole over y, X whole over z again, dX and what of its scatter is received
-        received = self.packed - 1
-        down = narrow * (s.y > 1) + spread * (1 + (s.z > 1) * (regathers + received)) + one
+        down = narrow * (s.y > 1) + spread * (1 + (s.z > 1) * (regathers + self.received(s.z))) + one
         nonlinear = spread // s.z * (7 if c.gated else 2) + one - X_down
         up = ups * spread * (s.z > 1) + ups * spread // s.z + (1 + ups) * one - X_down - inner
-        up = up + narrow * (1 + (s.y > 1) * (regathers + received))
+        up = up + narrow * (1 + (s.y > 1) * (regathers + self.received(s.y)))
         buffers = np.maximum(np.maximum(down, nonlinear), up) + 2 * narrow // s.y
         parts = self.choice.schedule.parts
         buffers = buffers * (parts + 1) // (2 * parts)  # of other parts only what is in flight
@@ -144,7 +147,7 @@ class _Held:
 
     def between(self, j: int) -> Moment:
         gradients, activations = self.remaining(j)
-        packed = np.where(self.apart, self.packed * self.whole, 0)
+        packed = np.where(self.apart, (1 + self.received(self.s.x)) * self.whole, 0)
         rest = 2 * self.m // self.s.y * self.s.d * self.e
         return gradients, activations - self.layer, self.weights(j) + self.whole + packed + rest
 
@@ -154,7 +157,7 @@ class _Held:
     def table(self) -> Moment:
         s = self.s
         size = sum(w.n * w.k for w in s.tables())
-        way = np.where(self.apart, size * self.e * self.packed, 0)
+        way = np.where(self.apart, size * self.e * (1 + self.received(s.x)), 0)
         flying = self.apart * min(self.c.layers, MOST_IN_FLIGHT) * self.whole * self.way
         rows = self.m * s.d * self.e * (1 + (s.y > 1))
         tables = sum(w.shard for w in s.tables()) * STORED

@@ -64,7 +64,7 @@ def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel
     batch, itemsize = d.batch // d.micro_batches, (dtype or torch.float32).itemsize
     suits = suitable_schedule(model, cuboid, batch, d.seq, itemsize, world.apart)
     schedule = Schedule(asked.prefetch, asked.parts or suits.parts, asked.chunks or suits.chunks, asked.compile)
-    mesh = Mesh(cuboid, world.rank, world.device, watch=world.watch)
+    mesh = Mesh(cuboid, world.rank, world.device, watch=world.watch, per_host=world.local_size)
     return CuboidParallel(model, mesh, policy, dtype, schedule)
 
 
