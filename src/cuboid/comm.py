@@ -141,19 +141,39 @@ def all_gather(x: Tensor, axis: Axis) -> Flight:
 
 
 def _gather(x: Tensor, whole: Tensor, axis: Axis) -> list[dist.Work]:
-    """gloo's own all_gather is a ring of p-1 turns that copies everything once more at its end. Sent from each rank to
-    each, the same bytes take half the CPU time: small ones as copies in one all-to-all, large ones, or those for one
-    other, as they are, a place further at a time. Where a host has several of the ranks the ring is better, because
-    what it sends leaves a host once."""
-    if dist.get_backend(axis.group) != "gloo" or axis.ring:
+    """gloo's own all_gather is a ring of p-1 turns that copies everything once more at its end. Between hosts it keeps
+    every link busy, and what it sends leaves a host once. Inside one, sent from each rank to each, the same bytes take
+    half the CPU time: small ones as copies in one all-to-all, large ones as they are, a place further at a time."""
+    if dist.get_backend(axis.group) != "gloo" or (axis.size > 2 and axis.hosts > 1):
         return [dist.all_gather_single(whole, x, group=axis.group, async_op=True)]
-    parts = whole.view(axis.size, x.numel())
-    if axis.size > 2 and x.nbytes < LEAST_ALONE:
-        copies = x.view(1, -1).repeat(axis.size, 1)
-        return [dist.all_to_all_single(parts, copies, group=axis.group, async_op=True)]
-    works = [_shift(x.view(-1), parts[axis.index - by], axis, by) for by in range(1, axis.size)]
-    parts[axis.index] = x.view(-1)
+    x, parts = x.view(1, -1), whole.view(axis.size, x.numel())
+    if axis.size == 2:
+        works = _swap(x[axis.index :], parts[: axis.index], x[: axis.index], parts[axis.index + 1 :], axis)
+    elif x.nbytes < LEAST_ALONE:
+        return [dist.all_to_all_single(parts, x.repeat(axis.size, 1), group=axis.group, async_op=True)]
+    else:
+        works = [_shift(x[0], parts[axis.index - by], axis, by) for by in range(1, axis.size)]
+    parts[axis.index] = x[0]
     return works
+
+
+def _swap(up: Tensor, below: Tensor, down: Tensor, above: Tensor, axis: Axis) -> list[dist.Work]:
+    """A row of `up` to each rank after this one, of `down` to each before it; `below` and `above` are what these send.
+
+    gloo's connection of two ranks carries one message at a time, either way. So between hosts, where time is the
+    link's, each way has a group of its own."""
+    i, n, p = axis.index, up.shape[1], axis.size
+    lower, upper = [n] * i + [0] * (p - i), [0] * (i + 1) + [n] * (p - 1 - i)
+    if axis.back is None and p == 2:
+        here, there = (lower, lower) if i else (upper, upper)
+        theirs, ours = (below, down) if i else (above, up)
+        return [dist.all_to_all_single(theirs.view(-1), ours.view(-1), here, there, group=axis.group, async_op=True)]
+    return [
+        dist.all_to_all_single(below.view(-1), up.view(-1), lower, upper, group=axis.group, async_op=True),
+        dist.all_to_all_single(
+            above.view(-1), down.view(-1), upper, lower, group=axis.back or axis.group, async_op=True
+        ),
+    ]
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Flight:
@@ -173,23 +193,29 @@ def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> F
         mine = x.new_empty(part)
         work = dist.reduce_scatter_single(mine, x, group=axis.group, async_op=True)
         return Flight([work], lambda: mine.to(dtype), span, axis)
-    if axis.size == 2:  # one's own part stays where it is
-        own, theirs, other = x[: part[0]], x[part[0] :], x.new_empty(part)
-        if axis.index == 1:
-            own, theirs = theirs, own
-        work = _shift(theirs.view(-1), other.view(-1), axis, 1)
+    works, parts = _parts(x.view(axis.size, -1), axis)
+    if axis.size == 2:
+        other, own = parts[1 - axis.index], parts[axis.index]
         wide = torch.promote_types(x.dtype, torch.float32)
-        return Flight([work], lambda: other.to(wide).add_(own).to(dtype), span, axis)
-    parts = torch.empty_like(x)
-    work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-    return Flight([work], lambda: _sum(parts.view(axis.size, *part)).to(dtype), span, axis)
+        return Flight(works, lambda: other.to(wide).add_(own).view(part).to(dtype), span, axis)
+    return Flight(works, lambda: _sum(parts).view(part).to(dtype), span, axis)
 
 
-def _sum(parts: Tensor) -> Tensor:
-    """Over dim 0, in fp32 or better, first to last whatever the shape: `torch.sum` adds in another order at a tensor's
-    end, and ranks that hold the same value at different places would then disagree about its last bit."""
+def _parts(x: Tensor, axis: Axis) -> tuple[list[dist.Work], list[Tensor]]:
+    """Every rank's row for this one, by rank."""
+    i = axis.index
+    if axis.size > 2 and axis.back is None:
+        parts = torch.empty_like(x)
+        return [dist.all_to_all_single(parts, x, group=axis.group, async_op=True)], list(parts)
+    below, above = x.new_empty(x[:i].shape), x.new_empty(x[i + 1 :].shape)  # one's own stays where it is
+    return _swap(x[i + 1 :], below, x[:i], above, axis), [*below, x[i], *above]
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """In fp32 or better, first to last whatever the shape: `torch.sum` adds in another order at a tensor's end, and
+    ranks that hold the same value at different places would then disagree about its last bit."""
     first, second, *rest = parts
-    total = first.to(torch.promote_types(parts.dtype, torch.float32)) + second  # of its own, not part of the buffer
+    total = first.to(torch.promote_types(first.dtype, torch.float32)) + second  # of its own, not part of the buffer
     for part in rest:
         total += part
     return total

@@ -112,7 +112,8 @@ class Axis:
     ledger: Ledger = field(default_factory=Ledger, compare=False)
     overlap: bool = True  # False: a collective is awaited where it is launched
     journal: Journal | None = field(default=None, compare=False)  # what was launched, for the watch
-    ring: bool = False  # it has several ranks on each of several hosts
+    hosts: int = 1  # that this rank's group is spread over
+    back: dist.ProcessGroup | None = None  # a second group, for what goes from higher ranks to lower
 
 
 class Mesh:
@@ -150,10 +151,12 @@ class Mesh:
         self._groups: list[dist.ProcessGroup] = []
         self._device_meshes: dict[str, DeviceMesh] = {}
         for name, size in cuboid.sizes.items():
-            group = None
-            if size > 1:
-                group = groups[name] if groups is not None else self._group(name, size)
-            setattr(self, name, self._axis(name, size, self.coordinates[name], group))
+            group = back = None
+            if size > 1 and groups is not None:
+                group = groups[name]
+            elif size > 1:
+                group, back = self._pair(name, size)
+            setattr(self, name, self._axis(name, size, self.coordinates[name], group, back))
         self.world = self._axis("world", world, rank, dist.group.WORLD if world > 1 else None)
         self._parts_of_x: dict[int, Axis] = {}
 
@@ -181,18 +184,28 @@ class Mesh:
         groups = {name: device_mesh.get_group(name) for name in names}
         return cls(cuboid, device_mesh.get_rank(), device, groups=groups)
 
-    def _axis(self, name: str, size: int, index: int, group: dist.ProcessGroup | None) -> Axis:
+    def _axis(
+        self,
+        name: str,
+        size: int,
+        index: int,
+        group: dist.ProcessGroup | None,
+        back: dist.ProcessGroup | None = None,
+    ) -> Axis:
         journal = self.watch.journal(name, group) if self.watch is not None and group is not None else None
-        ranks = [] if group is None else dist.get_process_group_ranks(group)
-        hosts = {rank // self._per_host for rank in ranks}
-        return Axis(name, size, index, group, self.ledger, self.overlap, journal, ring=1 < len(hosts) < size)
+        hosts = {rank // self._per_host for rank in dist.get_process_group_ranks(group)} if group is not None else {0}
+        return Axis(name, size, index, group, self.ledger, self.overlap, journal, len(hosts), back)
 
-    def _group(self, axis: str, size: int, parts: int = 1) -> dist.ProcessGroup:
-        """This rank's of the groups along an axis, or along each of its `parts`. None are made for axes of size 1: a
-        group keeps threads awake, used or not."""
+    def _pair(self, axis: str, size: int, parts: int = 1) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+        """This rank's of the groups along an axis, or along each of its `parts`, and a second one for the way back
+        where gloo goes between hosts. None are made for axes of size 1: a group keeps threads awake, used or not."""
         others = tuple(name for name in self.NESTING if name != axis)
-        lines = self.cuboid.array((*others, axis)).reshape(-1, size // parts).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(lines, timeout=self._timeout())
+        lines = self.cuboid.array((*others, axis)).reshape(-1, size // parts)
+        group, far = self._group(lines), bool(np.ptp(lines // self._per_host, axis=1).any())
+        return group, self._group(lines) if far and dist.get_backend(group) == "gloo" else None
+
+    def _group(self, lines: NDArray[np.int64]) -> dist.ProcessGroup:
+        group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=self._timeout())
         assert group is not None
         self._groups.append(group)
         return group
@@ -226,8 +239,8 @@ class Mesh:
         if size == self.x.size:
             return self.x
         if size not in self._parts_of_x:
-            group = self._group("x", self.x.size, self.x.size // size) if size > 1 else None
-            self._parts_of_x[size] = self._axis("x", size, self.x.index % size, group)
+            group, back = self._pair("x", self.x.size, self.x.size // size) if size > 1 else (None, None)
+            self._parts_of_x[size] = self._axis("x", size, self.x.index % size, group, back)
         return self._parts_of_x[size]
 
     def close(self) -> None:
