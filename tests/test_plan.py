@@ -25,6 +25,7 @@ from cuboid.plan.hardware import PRESETS, Link, every_kind
 from cuboid.plan.layer import ITEMSIZE, Choice, Work
 from cuboid.plan.published import published
 from cuboid.plan.search import orders, predict, rank, shapes
+from cuboid.plan.shared import SharedTape
 from cuboid.plan.sizes import Sizes
 from cuboid.plan.source import model
 from cuboid.plan.step import STEADY, prices_of, step_totals
@@ -115,6 +116,24 @@ def test_compute_beside_communication(slowdown: float, took: float) -> None:
     tape.wait(flight)
     assert tape.now[0] == pytest.approx(took)
     assert tape.totals().exposed["x"][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("wire", "work", "took", "waited"),
+    [(0.0, 1.0, 5.0, 0.0), (0.5, 1.0, 4.0 / 0.5, 3.0), (0.5, 10.0, 14.0, 0.0)],
+    ids=["no wire", "a slow wire", "a long computation"],
+)
+def test_ranks_that_share_cores_hide_the_wire_alone(wire: float, work: float, took: float, waited: float) -> None:
+    """A collective of 4 seconds of the processor and 8 of the wire, or none of it."""
+    links = every_kind(Link(0.0, 0.0, 1.0))
+    hw = replace(CPU, inside=links, across=links, node=1, cores=1, wire=wire)
+    two = Group(np.array([2]), np.array([1]))
+    tape = SharedTape(Prices(hw, "fp32", 1, {"x": two}))
+    flight = tape.launch("x", "all_gather", np.array([8]))
+    tape.compute("work", np.array([work]))
+    tape.wait(flight)
+    assert tape.now[0] == pytest.approx(took)
+    assert tape.totals().exposed["x"][0] == pytest.approx(waited)
 
 
 def test_a_wire_carries_one_after_the_other() -> None:

@@ -81,10 +81,17 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
         slowdown=slowdown,
         direct=direct,
         one_wire=direct,
+        cores=cores_shared(world),
         source={"all": f"cuboid calibrate, {world.size} ranks, {settings.precision}; the peak is the rate reached"},
     )
     hardware, errors["one real layer"] = fit_layers(hardware, layers)
     return Calibration(hardware, errors, time.perf_counter() - began)
+
+
+def cores_shared(world: World) -> int:
+    """This machine's, if all ranks are here and are more than they."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if world.device.type == "cpu" and world.size == world.local_size > cores else 0
 
 
 def memory_of(world: World) -> float:

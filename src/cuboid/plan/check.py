@@ -122,8 +122,10 @@ def _step(hw: Hardware, row: dict[str, Any]) -> Step:
 
 def shaped(hw: Hardware, bits: float, node: int) -> Hardware:
     """The same ranks on hosts of `node` each, whose links have so many bits a second. A byte takes its time on the wire
-    and in the processor; compute is slowed only for the processor's share of that."""
+    and in the processor. Ranks that share cores do both at once; else compute is slowed for the processor's share."""
     wire, share = bits / 8, 0.0
+    if hw.cores:
+        return replace(hw, name=f"{hw.name}, {bits / 1e6:g} Mbit/s", node=node, wire=wire)
     across = {}
     for kind, link in hw.inside.items():
         bandwidth = 1 / (1 / (link.bandwidth * node) + 1 / wire)

@@ -40,11 +40,15 @@ class Hardware:
     slowdown: float = 0.15  # share of its speed that compute loses while a collective is in flight
     direct: bool = True  # fp32 reduce-scatters too are an all-to-all and a local sum (gloo); NCCL's are rings
     one_wire: bool = False  # collectives inside a node and across nodes use the same wire, one after the other
+    cores: int = 0  # that all ranks share, being more; links are then processor time alone. 0: a device has its own
+    wire: float = 0.0  # with cores: bytes a second of a host's link. 0: nothing holds the ranks back but their cores
     source: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.node < 1 or self.memory <= 0 or self.stream <= 0:
             raise ValueError(f"hardware {self.name!r}: node, memory and stream must be above 0")
+        if self.cores < 0 or self.wire < 0:
+            raise ValueError(f"hardware {self.name!r}: cores and wire must not be below 0")
         if not 0 <= self.slowdown <= 1:
             raise ValueError(f"hardware {self.name!r}: slowdown={self.slowdown} must be from 0 to 1")
         for links in (self.inside, self.across):
@@ -176,6 +180,7 @@ PRESETS: dict[str, Hardware] = {
         launch=20e-6,
         slowdown=1.0,
         one_wire=True,
+        cores=2,
         source={"all": "orders of magnitude of eight ranks on two cores, gloo over loopback; calibrate yours"},
     ),
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cuboid.plan.time import Array, Prices
+from cuboid.plan.time import Array, Fare, Prices
 
 
 @dataclass
@@ -90,11 +90,9 @@ class Tape:
 
     def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Flight:
         """Of `whole` elements, `times` after one another. A group of its own is named axis/what."""
-        fare, name = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize), axis.split("/")[0]
+        fare = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize)
         seconds = times * fare.seconds
-        self._calls[name, kind] += times * fare.used
-        self._sent[name, kind] += times * fare.sent
-        self._in_flight[axis] += seconds
+        self.count(axis, kind, fare, times, seconds)
         near, far = self._free
         if self.hw.one_wire:
             lands = np.maximum(self.now, near)
@@ -111,6 +109,12 @@ class Tape:
         if not self.overlap:
             self._land(flight)
         return flight
+
+    def count(self, axis: str, kind: str, fare: Fare, times: Array | int, seconds: Array) -> None:
+        name = axis.split("/")[0]
+        self._calls[name, kind] += times * fare.used
+        self._sent[name, kind] += times * fare.sent
+        self._in_flight[axis] += seconds
 
     def wait(self, flight: Flight) -> None:
         self._land(flight)

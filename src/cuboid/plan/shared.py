@@ -1,0 +1,56 @@
+"""The clock of ranks that outnumber their cores: computing and sending are one processor's work.
+
+Figures are measured with all ranks at once, so an operation's seconds are its part of the cores' time, and so are those
+of a collective but for the wire. None of it is ever hidden, whatever waits for what:
+
+    step = compute + processor time of collectives + time that all ranks wait for the wire
+
+A collective launched owes its processor time, which takes precedence over compute, as the kernel's and the sender's
+threads do; its bytes are on the wire meanwhile.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuboid.plan.tape import Flight, Tape
+from cuboid.plan.time import Array, Prices
+
+
+@dataclass
+class Owing(Flight):
+    due: Array  # processor seconds of all collectives up to this one
+
+
+class SharedTape(Tape):
+    def __init__(self, prices: Prices, overlap: bool = True) -> None:
+        super().__init__(prices, overlap)
+        self._owed, self._paid = np.zeros_like(self.now), np.zeros_like(self.now)
+
+    def compute(self, kind: str, seconds: Array) -> None:
+        took = self._owed - self._paid + seconds
+        self._paid = self._owed.copy()
+        self.now += took
+        self._compute[kind] += took
+
+    def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Flight:
+        fare = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize)
+        processor, wire = times * fare.seconds, times * fare.wire
+        self.count(axis, kind, fare, times, processor + wire)
+        free, _ = self._free
+        lands = np.maximum(self.now, free) + wire
+        np.copyto(free, lands, where=fare.used)
+        self._owed = self._owed + processor
+        summing = None if fare.summing is None else times * fare.summing
+        flight = Owing(axis, np.where(fare.used, lands, self.now), summing, self._owed)
+        if not self.overlap:
+            self._land(flight)
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        assert isinstance(flight, Owing)
+        owed = np.maximum(flight.due - self._paid, 0.0)
+        self._paid = self._paid + owed
+        late = np.maximum(flight.lands - self.now, owed)
+        self._exposed[flight.axis] += late
+        self.now += late
