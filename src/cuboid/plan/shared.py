@@ -35,6 +35,7 @@ class SharedTape(Tape):
 
     def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Flight:
         fare = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize)
+        assert fare.wire is not None
         processor, wire = times * fare.seconds, times * fare.wire
         self.count(axis, kind, fare, times, processor + wire)
         free, _ = self._free

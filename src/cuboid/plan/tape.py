@@ -8,6 +8,7 @@ last collective under way has landed, the operation takes
 """
 
 from collections import defaultdict
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +35,10 @@ class Totals:
     in_flight: dict[str, Array] = field(default_factory=dict)  # seconds by axis, were it alone
     calls: dict[tuple[str, str], Array] = field(default_factory=dict)
     sent: dict[tuple[str, str], Array] = field(default_factory=dict)  # bytes
+
+    def copy(self) -> "Totals":
+        """Of the arrays too: a tape adds to them in place."""
+        return deepcopy(self)
 
     def plus(self, other: "Totals", times: int, without: "Totals | None" = None) -> "Totals":
         """With another's totals added so many times, less those of a third."""
