@@ -258,6 +258,11 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert "--micro-batches" in said
     count = int(said.split("--micro-batches ")[1].split()[0])
     assert rank(A100, replace(long, batch=256 // count, micro_batches=count), 8).plans
+    narrow, work = Cuboid(1, 8, 1), Work(MODELS["llama-3-8b"], 4096, 4096)
+    said = nothing_fits(rank(A100, work, 8, narrow), narrow)
+    count = int(said.split("--micro-batches ")[1].split()[0])  # of that very cuboid
+    assert rank(A100, replace(work, batch=4096 // count, micro_batches=count), 8, narrow).plans
+    assert not rank(A100, replace(work, batch=2 * 4096 // count, micro_batches=count // 2), 8, narrow).plans
 
 
 # Figures and files
@@ -283,14 +288,22 @@ def test_hardware_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     CPU.save(path)
     assert hardware.load(str(path)) == CPU
-    for text, says in (
-        ("[]", "not a hardware file"),
-        ('{"name": "x"}', "not a hardware file"),
-        ("{", "not a hardware"),
+    good = CPU.export()
+    for bad, says in (
+        ([], "the file is .*, not a table"),
+        ({"name": "x", "node": 8}, "does not say memory, peak, rate"),
+        (good | {"colour": "red"}, "has colour, which no hardware has"),
+        (good | {"stream": "fast"}, "stream is 'fast', not a number"),
+        (good | {"rate": {"fp32": 0}}, "every rate must be above 0"),
+        (good | {"inside": {"all_gather": {"base": 1}}}, "inside.all_gather does not say hop, bandwidth"),
+        (good | {"across": {}}, "no link figures for all_gather"),
     ):
-        path.write_text(text)
+        path.write_text(json.dumps(bad))
         with pytest.raises(ValueError, match=says):
             hardware.load(str(path))
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not a hardware file"):
+        hardware.load(str(path))
     with pytest.raises(ValueError, match="did you mean a100-hdr"):
         hardware.load("a100-hdm")
 

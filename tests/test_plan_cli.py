@@ -31,13 +31,21 @@ def run(*words: object) -> str:
 
 def test_the_table() -> None:
     said = run("plan", *ON_CPU)
-    for words in ("Fastest first", "FSDP×TP", "tokens/s", "MFU", "its limit is"):
+    for words in ("Fastest first", "candidates ranked in", "FSDP×TP", "tokens/s", "MFU", "its limit is"):
         assert words in said
+
+
+def test_one_device_has_no_corners() -> None:
+    said = run("plan", *SMALL, "--devices", "1", "--hardware", "cpu", "--precision", "fp32")
+    assert "1 device of cpu" in said
+    assert "The corners" not in said
+    assert "Its limit is" in said
 
 
 def test_json_has_every_cuboid_and_a_dry_run() -> None:
     found = json.loads(run("plan", *ON_CPU, "--json", "--dry-run"))
     assert len(found["plans"]) == 20  # of (data, x, y, z) with a product of 8
+    assert found["ranking_seconds"] > 0
     first = found["plans"][0]
     assert first["seconds"] == min(plan["seconds"] for plan in found["plans"])
     assert set(first["memory"]) == {"parameters", "gradients", "optimizer", "activations", "buffers"}
@@ -63,6 +71,9 @@ def test_one_cuboid_and_pictures(tmp_path: Path) -> None:
         ([*ON_CPU, "--hardware", "tpu"], "neither a preset nor a file"),
         ([*ON_CPU, "--precision", "fp8"], "fp8"),
         (["llama-3-405b", "--devices", "32", "--batch", "1"], "128 devices would"),
+        (["llama-3-8b", "--explain", "1,1,8,1", "--batch", "4096"], "(1,8,1) does not fit"),
+        (["llama-3-8b", "--explain", "8,1,1,1"], "of 8 devices (4,2,1) would fit"),
+        ([*ON_CPU, "--plot", "/proc/nowhere"], "--plot /proc/nowhere cannot be a folder"),
         ([*ON_CPU, "--check", "nowhere.json"], "not a result of cuboid bench layouts"),
     ],
 )

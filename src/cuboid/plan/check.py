@@ -88,8 +88,10 @@ def check(path: Path, hw: Hardware) -> list[Check]:
         per_host = found["settings"].get("per_host", 1)
         rates = list(dict.fromkeys(row["rate"] for row in rows))
         return [_check(path, hw, [row for row in rows if row["rate"] == rate], rate, per_host) for rate in rates]
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a result of cuboid bench layouts: {error!r}") from None
+    except KeyError as error:
+        raise ValueError(f"{path} is not a result of cuboid bench layouts: it has no {error}") from None
+    except (OSError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a result of cuboid bench layouts: {error}") from None
 
 
 def _check(path: Path, hw: Hardware, rows: Sequence[dict[str, Any]], rate: str, per_host: int) -> Check:
