@@ -9,11 +9,12 @@ import pytest
 from tiny import settings, write_text
 from typer.testing import CliRunner
 
-from cuboid.calibrate import calibrate
+from cuboid.calibrate import Calibration, across_hosts, calibrate
 from cuboid.calibrate.fitting import fit, fit_links
-from cuboid.calibrate.timing import Sample, Settings
+from cuboid.calibrate.timing import Bench, Sample, Settings, time_processor
 from cuboid.cli import app
 from cuboid.config import ModelConfig
+from cuboid.launch import World
 from cuboid.mesh import Cuboid
 from cuboid.plan import hardware
 from cuboid.train.auto import planned
@@ -104,6 +105,29 @@ def test_calibrate(pool) -> None:
     assert found.seconds < 60
     assert found.hardware.rate["fp32"] > 0
     assert 0 <= found.hardware.slowdown <= 1
+
+
+def share(world: World) -> float:
+    return time_processor(Bench(world), cores=1, calls=2)
+
+
+def test_a_collective_keeps_cores_busy(pool) -> None:
+    """All ranks find the same share of the cores' time."""
+    one, other = pool(2).run(share)
+    assert one == other
+    assert 0 < one <= 1
+
+
+def test_links_across_are_of_emulated_hosts_or_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Calibration(replace(hardware.PRESETS["cpu"], cores=0))
+    assert across_hosts(own, 2) is own
+    monkeypatch.setattr("cuboid.calibrate.Cluster", refused)
+    shared = Calibration(hardware.PRESETS["cpu"])
+    assert across_hosts(shared, 2) is shared
+
+
+def refused(*_: object) -> None:
+    raise ValueError("hosts need root")
 
 
 def test_train_takes_the_planners_cuboid(tmp_path: Path) -> None:

@@ -126,15 +126,17 @@ def shaped(hw: Hardware, bits: float, node: int) -> Hardware:
     """The same ranks on hosts of `node` each, whose links have so many bits a second. A byte takes its time on the wire
     and in the processor. Ranks that share cores do both at once; else compute is slowed for the processor's share."""
     wire, share = bits / 8, 0.0
+    name = f"{hw.name}, {bits / 1e6:g} Mbit/s"
     if hw.cores:
-        return replace(hw, name=f"{hw.name}, {bits / 1e6:g} Mbit/s", node=node, wire=wire)
+        across = {kind: replace(link, bandwidth=link.bandwidth * node) for kind, link in hw.across.items()}
+        return replace(hw, name=name, node=node, across=across, wire=wire)
     across = {}
     for kind, link in hw.inside.items():
         bandwidth = 1 / (1 / (link.bandwidth * node) + 1 / wire)
         across[kind] = Link(link.base, link.hop, bandwidth)
         share = max(share, bandwidth / (link.bandwidth * node))
     slowdown = hw.slowdown if node > 1 else hw.slowdown * share
-    return replace(hw, name=f"{hw.name}, {bits / 1e6:g} Mbit/s", node=node, across=across, slowdown=slowdown)
+    return replace(hw, name=name, node=node, across=across, slowdown=slowdown)
 
 
 def show(checks: Sequence[Sequence[Check]], console: Console, as_json: bool) -> None:

@@ -40,7 +40,7 @@ class Hardware:
     slowdown: float = 0.15  # share of its speed that compute loses while a collective is in flight
     direct: bool = True  # fp32 reduce-scatters too are an all-to-all and a local sum (gloo); NCCL's are rings
     one_wire: bool = False  # collectives inside a node and across nodes use the same wire, one after the other
-    cores: int = 0  # that all ranks share, being more; links are then processor time alone. 0: a device has its own
+    cores: int = 0  # that all ranks share, being more; slowdown is then the processor's share of a collective
     wire: float = 0.0  # with cores: bytes a second of a host's link. 0: nothing holds the ranks back but their cores
     source: dict[str, str] = field(default_factory=dict)
 

@@ -1,12 +1,13 @@
 """The clock of ranks that outnumber their cores: computing and sending are one processor's work.
 
-Figures are measured with all ranks at once, so an operation's seconds are its part of the cores' time, and so are those
-of a collective but for the wire. None of it is ever hidden, whatever waits for what:
+Figures are measured with all ranks at once, so an operation's seconds are its part of the cores' time. So is a share of
+a collective's, the slowdown: what compute beside it was seen to lose. None of that is ever hidden; the rest, in which
+ranks wait for each other or for the wire, is hidden by whatever else there is to do:
 
-    step = compute + processor time of collectives + time that all ranks wait for the wire
+    step = compute + slowdown · seconds of collectives + time that all ranks wait
 
 A collective launched owes its processor time, which takes precedence over compute, as the kernel's and the sender's
-threads do; its bytes are on the wire meanwhile.
+threads do; its bytes are on their way meanwhile.
 """
 
 from dataclasses import dataclass
@@ -36,12 +37,12 @@ class SharedTape(Tape):
     def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Flight:
         fare = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize)
         assert fare.wire is not None
-        processor, wire = times * fare.seconds, times * fare.wire
-        self.count(axis, kind, fare, times, processor + wire)
+        seconds = times * np.maximum(fare.seconds, fare.wire)
+        self.count(axis, kind, fare, times, seconds)
         free, _ = self._free
-        lands = np.maximum(self.now, free) + wire
+        lands = np.maximum(self.now, free) + seconds
         np.copyto(free, lands, where=fare.used)
-        self._owed = self._owed + processor
+        self._owed = self._owed + self.hw.slowdown * times * fare.seconds
         summing = None if fare.summing is None else times * fare.summing
         flight = Owing(axis, np.where(fare.used, lands, self.now), summing, self._owed)
         if not self.overlap:

@@ -9,7 +9,7 @@
 
 All groups of an axis talk at once, so a node's cards are shared by all groups with members on it. A ring enters and
 leaves a node once for all its members there; an all-to-all sends for each. Where ranks share cores, the links' figures
-are processor time, wherever the ranks are, and what leaves a host takes its time on the wire besides.
+are of a network that never holds them back, and what leaves a host takes its time on the wire besides.
 """
 
 from collections.abc import Callable, Hashable
@@ -111,8 +111,7 @@ class Prices:
             summing = 3 * (group.size - 1) / group.size * whole * max(itemsize, 4) / self.hw.stream if direct else None
             if not self.hw.cores:
                 return Fare(collective_seconds(self.hw, kind, group, size, direct), sent, used, summing)
-            here = Group(group.size, group.size) if self.hw.wire else group  # emulated hosts have one processor
-            processor = collective_seconds(self.hw, kind, here, size, direct)
+            processor = collective_seconds(self.hw, kind, group, size, direct)
             return Fare(processor, sent, used, summing, wire_seconds(self.hw, kind, group, size, direct))
 
         return self._once(price, axis, kind, itemsize, whole.tobytes())
