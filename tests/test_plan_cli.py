@@ -9,11 +9,12 @@ import pytest
 from tiny import settings, write_text
 from typer.testing import CliRunner
 
-from cuboid.calibrate import calibrate
+from cuboid.calibrate import Calibration, across_hosts, calibrate
 from cuboid.calibrate.fitting import fit, fit_links
-from cuboid.calibrate.timing import Sample, Settings
+from cuboid.calibrate.timing import Bench, Sample, Settings, time_processor
 from cuboid.cli import app
 from cuboid.config import ModelConfig
+from cuboid.launch import World
 from cuboid.mesh import Cuboid
 from cuboid.plan import hardware
 from cuboid.train.auto import planned
@@ -31,13 +32,21 @@ def run(*words: object) -> str:
 
 def test_the_table() -> None:
     said = run("plan", *ON_CPU)
-    for words in ("Fastest first", "FSDP×TP", "tokens/s", "MFU", "its limit is"):
+    for words in ("Fastest first", "candidates ranked in", "FSDP×TP", "tokens/s", "MFU", "its limit is"):
         assert words in said
+
+
+def test_one_device_has_no_corners() -> None:
+    said = run("plan", *SMALL, "--devices", "1", "--hardware", "cpu", "--precision", "fp32")
+    assert "1 device of cpu" in said
+    assert "The corners" not in said
+    assert "Its limit is" in said
 
 
 def test_json_has_every_cuboid_and_a_dry_run() -> None:
     found = json.loads(run("plan", *ON_CPU, "--json", "--dry-run"))
     assert len(found["plans"]) == 20  # of (data, x, y, z) with a product of 8
+    assert found["ranking_seconds"] > 0
     first = found["plans"][0]
     assert first["seconds"] == min(plan["seconds"] for plan in found["plans"])
     assert set(first["memory"]) == {"parameters", "gradients", "optimizer", "activations", "buffers"}
@@ -63,6 +72,9 @@ def test_one_cuboid_and_pictures(tmp_path: Path) -> None:
         ([*ON_CPU, "--hardware", "tpu"], "neither a preset nor a file"),
         ([*ON_CPU, "--precision", "fp8"], "fp8"),
         (["llama-3-405b", "--devices", "32", "--batch", "1"], "128 devices would"),
+        (["llama-3-8b", "--explain", "1,1,8,1", "--batch", "4096"], "(1,8,1) does not fit"),
+        (["llama-3-8b", "--explain", "8,1,1,1"], "of 8 devices (4,2,1) would fit"),
+        ([*ON_CPU, "--plot", "/proc/nowhere"], "--plot /proc/nowhere cannot be a folder"),
         ([*ON_CPU, "--check", "nowhere.json"], "not a result of cuboid bench layouts"),
     ],
 )
@@ -93,6 +105,29 @@ def test_calibrate(pool) -> None:
     assert found.seconds < 60
     assert found.hardware.rate["fp32"] > 0
     assert 0 <= found.hardware.slowdown <= 1
+
+
+def share(world: World) -> float:
+    return time_processor(Bench(world), cores=1, calls=2)
+
+
+def test_a_collective_keeps_cores_busy(pool) -> None:
+    """All ranks find the same share of the cores' time."""
+    one, other = pool(2).run(share)
+    assert one == other
+    assert 0 < one <= 1
+
+
+def test_links_across_are_of_emulated_hosts_or_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Calibration(replace(hardware.PRESETS["cpu"], cores=0))
+    assert across_hosts(own, 2) is own
+    monkeypatch.setattr("cuboid.calibrate.Cluster", refused)
+    shared = Calibration(hardware.PRESETS["cpu"])
+    assert across_hosts(shared, 2) is shared
+
+
+def refused(*_: object) -> None:
+    raise ValueError("hosts need root")
 
 
 def test_train_takes_the_planners_cuboid(tmp_path: Path) -> None:

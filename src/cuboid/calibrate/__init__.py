@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,15 +15,20 @@ from cuboid.calibrate.fitting import fit, fit_layers, fit_links
 from cuboid.calibrate.timing import (
     Bench,
     Settings,
+    on_hosts,
     time_attention,
     time_collectives,
     time_copy,
     time_layers,
+    time_processor,
     time_products,
     time_slowdown,
 )
-from cuboid.launch import World
+from cuboid.cluster import Cluster
+from cuboid.launch import Pool, World
 from cuboid.plan.hardware import KINDS, Hardware, Link
+
+UNSHAPED = "100gbit"  # more than a processor sends
 
 
 @dataclass
@@ -36,7 +41,7 @@ class Calibration:
 def calibrate(world: World, settings: Settings, name: str) -> Calibration | None:
     """On every rank; rank 0 shows its progress and returns what was found."""
     began, bench = time.perf_counter(), Bench(world)
-    node = world.local_size
+    node, cores = world.local_size, cores_shared(world)
     direct = world.device.type != "cuda"
     with told(world.rank == 0) as tell:
         tell("products")
@@ -51,7 +56,7 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
         tell("collectives")
         samples = time_collectives(bench, node)
         tell("compute beside communication")
-        slowdown = time_slowdown(bench)
+        slowdown = time_processor(bench, cores) if cores else time_slowdown(bench)
         tell("real layers")
         layers = time_layers(bench, settings)
         tell("fitting")
@@ -81,10 +86,35 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
         slowdown=slowdown,
         direct=direct,
         one_wire=direct,
+        cores=cores,
         source={"all": f"cuboid calibrate, {world.size} ranks, {settings.precision}; the peak is the rate reached"},
     )
     hardware, errors["one real layer"] = fit_layers(hardware, layers)
     return Calibration(hardware, errors, time.perf_counter() - began)
+
+
+def across_hosts(found: Calibration, ranks: int) -> Calibration:
+    """With links across as ranks have them on emulated hosts: a byte takes the processor longer through a host's
+    network than over loopback. Unchanged where ranks have cores of their own, or hosts cannot be made."""
+    hw, began = found.hardware, time.perf_counter()
+    if not hw.cores:
+        return found
+    try:
+        with Cluster(ranks, UNSHAPED) as cluster, Pool(ranks, cluster) as pool:
+            samples = pool.run(on_hosts)[0]
+    except ValueError:
+        return found
+    across, errors = {}, dict(found.errors)
+    for kind in KINDS:
+        link, errors[f"{kind} across"] = fit_links(samples, kind, 1, hw.direct, hw.stream, crossing=True)
+        across[kind] = link or hw.inside[kind]
+    return Calibration(replace(hw, across=across), errors, found.seconds + time.perf_counter() - began)
+
+
+def cores_shared(world: World) -> int:
+    """This machine's, if all ranks are here and are more than they."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if world.device.type == "cpu" and world.size == world.local_size > cores else 0
 
 
 def memory_of(world: World) -> float:

@@ -23,7 +23,7 @@ from cuboid.parallel.cuboid import COMPUTE, CuboidParallel
 from cuboid.plan.hardware import KINDS
 from cuboid.plan.layer import Work
 
-MESSAGES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the whole tensor of a collective
+MESSAGES = (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24)  # bytes of the whole tensor of a collective
 REPEATS = 3
 
 
@@ -171,6 +171,26 @@ def time_slowdown(bench: Bench) -> float:
     computing, together = bench.seconds(compute), bench.seconds(both)
     mesh.close()
     return float(np.clip((together - computing) / sending, 0, 1))
+
+
+def time_processor(bench: Bench, cores: int, calls: int = 10) -> float:
+    """The share of a collective's seconds in which it keeps the cores busy, that all ranks share."""
+    mesh = Mesh(Cuboid(1, bench.world.size, 1), bench.world.rank, bench.world.device)
+    x = torch.ones(1 << 18)
+    COLLECTIVES["all_gather"](x, mesh.y).wait()
+    dist.barrier()
+    began, busy = time.perf_counter(), time.process_time()
+    for _ in range(calls):
+        COLLECTIVES["all_gather"](x, mesh.y).wait()
+    took, busy = time.perf_counter() - began, time.process_time() - busy
+    share = sum(from_all(busy, bench.all)) / (cores * max(from_all(took, bench.all)))
+    mesh.close()
+    return float(np.clip(share, 0, 1))
+
+
+def on_hosts(world: World) -> list[Sample]:
+    """Collectives of ranks on hosts of their own."""
+    return time_collectives(Bench(world), 1)
 
 
 # Real layers

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.calibrate import Calibration
+from cuboid.calibrate import Calibration, across_hosts
 from cuboid.calibrate import calibrate as calibrate_on_rank
 from cuboid.calibrate.timing import Settings
 from cuboid.launch import launch
@@ -39,6 +39,7 @@ def calibrate(
     found = launch(calibrate_on_rank, ranks, [settings, out.stem])[0]
     if found is None:  # a rank other than 0 under torchrun
         return
+    found = across_hosts(found, ranks)
     found.hardware.save(out)
     if as_json:
         print(json.dumps(asdict(found), indent=1))

@@ -16,7 +16,7 @@ from cuboid.mesh import Cuboid
 from cuboid.plan import check as checking
 from cuboid.plan import hardware as machines
 from cuboid.plan.dry import Comparison, compare, dry_run
-from cuboid.plan.explain import corner, limit, nothing_fits, why
+from cuboid.plan.explain import corner, gigabytes, limit, nothing_fits, why
 from cuboid.plan.layer import ITEMSIZE, Choice, Work
 from cuboid.plan.plot import draw
 from cuboid.plan.published import Line, published
@@ -75,9 +75,11 @@ def plan(
     length = seq or min(config.context, 4096)
     work = Work(config, batch // micro_batches, length, precision, micro_batches)
     only = parse(explain, devices) if explain else None
+    if plot is not None:
+        make_folder(plot)
     ranking = rank(hw, work, devices, only)
     if not ranking.plans:
-        raise ValueError(nothing_fits(ranking))
+        raise ValueError(nothing_fits(ranking, only))
     counted = None
     first = ranking.plans[0]
     if dry:
@@ -111,6 +113,14 @@ def chosen_model(
     return ModelConfig(family, **({"vocab": 50257, "context": seq or 2048} | changes))
 
 
+def make_folder(path: Path) -> None:
+    """Before anything is worked out that would then have no place."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--plot {path} cannot be a folder: {error.strerror}; give another") from None
+
+
 def parse(text: str, devices: int) -> Cuboid:
     parts = text.split(",")
     if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
@@ -135,14 +145,16 @@ def inner(cuboid: Cuboid) -> str:
 
 def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> None:
     w, hw, c = ranking.work, ranking.hardware, ranking.work.config
+    devices = f"{ranking.devices} device{'s' * (ranking.devices > 1)}"
     console.print(
         f"{c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {quantity(c.parameters)} parameters; "
-        f"{ranking.devices} devices of {hw.name}, {hw.node} a node; {w.micro_batches} × {w.batch} × {w.seq} tokens, "
-        f"{w.precision}; {ranking.considered} candidates",
+        f"{devices} of {hw.name}, {hw.node} a node; {w.micro_batches} × {w.batch} × {w.seq} tokens, "
+        f"{w.precision}; {ranking.considered} candidates ranked in {ranking.seconds:.2g} s",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(_table(ranking, ranking.plans[:top], "Fastest first"))
-    if only is None:
+    if only is None and ranking.devices > 1:
         table = _table(ranking, [plan for plan in ranking.corners.values() if plan], "The corners", ranking.corners)
         console.print(table)
         for name, plan in ranking.corners.items():
@@ -168,7 +180,7 @@ def _table(ranking: Ranking, plans: Sequence[Plan], title: str, named: dict[str,
         cells = [names[id(plan)]] if named else []
         cells += [str(plan.cuboid), inner(plan.cuboid), described(plan.choice), f"{plan.seconds:.4g} s"]
         cells += [quantity(ranking.tokens_per_second(plan)), f"{ranking.mfu(plan):.1%}", waits or "–"]
-        table.add_row(*cells, f"{plan.peak / 1e9:.3g} GB", held)
+        table.add_row(*cells, gigabytes(plan.peak), held)
     table.caption = "of which: parameters + gradients + optimizer + activations + buffers; kept: gathered X, W"
     table.caption_justify = "left"
     return table
@@ -241,6 +253,7 @@ def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, 
         "seq": ranking.work.seq,
         "precision": ranking.work.precision,
         "candidates": ranking.considered,
+        "ranking_seconds": ranking.seconds,
         "why": why(ranking),
         "plans": [row(plan) for plan in ranking.plans],
         "corners": {name: row(plan) if plan else None for name, plan in ranking.corners.items()},

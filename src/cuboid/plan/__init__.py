@@ -3,6 +3,7 @@
 hardware   what a machine can do, and where each figure is from
 time       seconds of a product, of attention, of memory traffic, of a collective on a hierarchy of links
 tape       a clock, the links and what is in flight: a schedule played on them
+shared     … where ranks share cores
 step       a training step as the model plays it
 memory     what is alive at the fullest moments of a step
 search     every candidate, ranked

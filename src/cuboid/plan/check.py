@@ -88,8 +88,10 @@ def check(path: Path, hw: Hardware) -> list[Check]:
         per_host = found["settings"].get("per_host", 1)
         rates = list(dict.fromkeys(row["rate"] for row in rows))
         return [_check(path, hw, [row for row in rows if row["rate"] == rate], rate, per_host) for rate in rates]
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a result of cuboid bench layouts: {error!r}") from None
+    except KeyError as error:
+        raise ValueError(f"{path} is not a result of cuboid bench layouts: it has no {error}") from None
+    except (OSError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a result of cuboid bench layouts: {error}") from None
 
 
 def _check(path: Path, hw: Hardware, rows: Sequence[dict[str, Any]], rate: str, per_host: int) -> Check:
@@ -122,15 +124,19 @@ def _step(hw: Hardware, row: dict[str, Any]) -> Step:
 
 def shaped(hw: Hardware, bits: float, node: int) -> Hardware:
     """The same ranks on hosts of `node` each, whose links have so many bits a second. A byte takes its time on the wire
-    and in the processor; compute is slowed only for the processor's share of that."""
+    and in the processor. Ranks that share cores do both at once; else compute is slowed for the processor's share."""
     wire, share = bits / 8, 0.0
+    name = f"{hw.name}, {bits / 1e6:g} Mbit/s"
+    if hw.cores:
+        across = {kind: replace(link, bandwidth=link.bandwidth * node) for kind, link in hw.across.items()}
+        return replace(hw, name=name, node=node, across=across, wire=wire)
     across = {}
     for kind, link in hw.inside.items():
         bandwidth = 1 / (1 / (link.bandwidth * node) + 1 / wire)
         across[kind] = Link(link.base, link.hop, bandwidth)
         share = max(share, bandwidth / (link.bandwidth * node))
     slowdown = hw.slowdown if node > 1 else hw.slowdown * share
-    return replace(hw, name=f"{hw.name}, {bits / 1e6:g} Mbit/s", node=node, across=across, slowdown=slowdown)
+    return replace(hw, name=name, node=node, across=across, slowdown=slowdown)
 
 
 def show(checks: Sequence[Sequence[Check]], console: Console, as_json: bool) -> None:

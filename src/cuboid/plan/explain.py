@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from cuboid.mesh import Cuboid
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import Work
 from cuboid.plan.search import CORNERS, Plan, Ranking, rank
@@ -38,42 +39,69 @@ def why(ranking: Ranking) -> str:
         reason = f"it computes for {works:.3g} s where the other computes for {work:.3g} s"
         if first.choice.recompute != rival.choice.recompute:
             reason += f" (recompute {first.choice.recompute} against {rival.choice.recompute})"
+    if gain < 1.005:
+        return f"{first.cuboid} is as fast as the best {name}, {rival.cuboid}; its limit is {limit(first)}."
     return (
         f"{first.cuboid} is {gain:.2f} × as fast as the best {name}, {rival.cuboid}, because {reason}; "
         f"its limit is {limit(first)}."
     )
 
 
-def nothing_fits(ranking: Ranking) -> str:
-    """For an empty ranking: what binds, and the smallest change that helps."""
-    work, devices, hw = ranking.work, ranking.devices, ranking.hardware
-    least = ranking.too_large[0]
+def gigabytes(size: float) -> str:
+    """
+    >>> gigabytes(2.5e9), gigabytes(2.5e12)
+    ('2.5 GB', '2,500 GB')
+    """
+    return f"{size / 1e9:.3g} GB" if size < 999.5e9 else f"{size / 1e9:,.0f} GB"
+
+
+def nothing_fits(ranking: Ranking, only: Cuboid | None = None) -> str:
+    """For an empty ranking, of one cuboid or of all: what binds, and the smallest change that helps."""
+    least, hw = ranking.too_large[0], ranking.hardware
     largest = max(least.memory, key=lambda kind: least.memory[kind])
+    which = f"nothing fits: the smallest, {least.cuboid}" if only is None else f"{least.cuboid} does not fit: it"
     head = (
-        f"nothing fits: the smallest, {least.cuboid} with recompute {least.choice.recompute}, needs "
-        f"{least.peak / 1e9:.3g} GB a device of {hw.memory / 1e9:.3g} GB, most of it {largest} "
-        f"({least.memory[largest] / 1e9:.3g} GB)"
+        f"{which} needs {gigabytes(least.peak)} a device of {gigabytes(hw.memory)} with recompute "
+        f"{least.choice.recompute}, most of it {largest} ({gigabytes(least.memory[largest])})"
     )
-    return f"{head}; {remedy(hw, work, devices)}"
+    return f"{head}; {remedy(hw, ranking.work, ranking.devices, only)}"
 
 
-def remedy(hw: Hardware, work: Work, devices: int) -> str:
-    """The smallest change that makes it fit: fewer sequences at a time, else more devices."""
-    parts = [n for n in range(2, work.batch + 1) if work.batch % n == 0]
-    for count in parts:
-        smaller = replace(work, batch=work.batch // count, micro_batches=work.micro_batches * count)
-        if rank(hw, smaller, devices).plans:
-            return f"--micro-batches {smaller.micro_batches} would fit"
+def remedy(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> str:
+    """The smallest change that makes it fit: fewer sequences at a time, another cuboid, else more devices."""
+    if fewer := _micro_batches(hw, work, devices, only):
+        return f"--micro-batches {fewer} would fit"
+    if only is not None:
+        if others := rank(hw, work, devices).plans:
+            return f"no fewer sequences at a time would help; of {devices} devices {others[0].cuboid} would fit"
+        if fewer := _micro_batches(hw, work, devices):
+            first = rank(hw, _in_micro_batches(work, fewer), devices).plans[0]
+            return f"{first.cuboid} would fit with --micro-batches {fewer}"
     for factor in (2, 4, 8, 16, 32, 64):
         if rank(hw, work, devices * factor).plans:
             return f"no fewer sequences at a time would help, {devices * factor} devices would"
     return "no fewer sequences at a time nor 64 × as many devices would help; use a smaller model or larger devices"
 
 
+def _in_micro_batches(work: Work, count: int) -> Work:
+    return replace(work, batch=work.batch * work.micro_batches // count, micro_batches=count)
+
+
+def _micro_batches(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> int:
+    """The fewest that make it fit; 0: none do."""
+    counts = (n * work.micro_batches for n in range(2, work.batch + 1) if work.batch % n == 0)
+    for count in counts:
+        smaller = _in_micro_batches(work, count)
+        cut = only is None or smaller.batch % only.data == 0
+        if cut and rank(hw, smaller, devices, only).plans:
+            return count
+    return 0
+
+
 def corner(ranking: Ranking, name: str) -> str:
     """Why a corner has no plan."""
     large = next((plan for plan in ranking.too_large if CORNERS[name](plan.cuboid)), None)
     if large is not None:
-        return f"{name}: does not fit; {large.cuboid} needs {large.peak / 1e9:.3g} GB a device."
+        return f"{name}: does not fit; {large.cuboid} needs {gigabytes(large.peak)} a device."
     c, devices = ranking.work.config, ranking.devices
     return f"{name}: {devices} devices, heads={c.heads}, hidden={c.hidden} and batch={ranking.work.batch} have none."

@@ -4,7 +4,7 @@ Peaks are the vendor's. What is reached is measured: by others for the presets, 
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -40,16 +40,24 @@ class Hardware:
     slowdown: float = 0.15  # share of its speed that compute loses while a collective is in flight
     direct: bool = True  # fp32 reduce-scatters too are an all-to-all and a local sum (gloo); NCCL's are rings
     one_wire: bool = False  # collectives inside a node and across nodes use the same wire, one after the other
+    cores: int = 0  # that all ranks share, being more; slowdown is then the processor's share of a collective
+    wire: float = 0.0  # with cores: bytes a second of a host's link. 0: nothing holds the ranks back but their cores
     source: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.node < 1 or self.memory <= 0 or self.stream <= 0:
             raise ValueError(f"hardware {self.name!r}: node, memory and stream must be above 0")
+        if not self.rate or min(self.rate.values()) <= 0 or set(self.rate) - set(self.peak):
+            raise ValueError(f"hardware {self.name!r}: every rate must be above 0 and have its peak")
+        if self.cores < 0 or self.wire < 0:
+            raise ValueError(f"hardware {self.name!r}: cores and wire must not be below 0")
         if not 0 <= self.slowdown <= 1:
             raise ValueError(f"hardware {self.name!r}: slowdown={self.slowdown} must be from 0 to 1")
         for links in (self.inside, self.across):
             if missing := [kind for kind in KINDS if kind not in links]:
                 raise ValueError(f"hardware {self.name!r} has no link figures for {', '.join(missing)}")
+            if min(link.bandwidth for link in links.values()) <= 0:
+                raise ValueError(f"hardware {self.name!r}: every link's bandwidth must be above 0")
 
     def export(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,24 +79,49 @@ def load(name: str) -> Hardware:
         near = get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(
-            f"hardware {name!r} is neither a preset nor a file; {hint}There are {', '.join(PRESETS)}, and cuboid "
+            f"hardware {name!r} is neither a preset nor a file; {hint}presets are {', '.join(PRESETS)}; cuboid "
             "calibrate writes a file of the machine at hand"
         )
     try:
-        found = json.loads(path.read_text("utf-8"))
-        known = {each.name for each in fields(Hardware)}
-        if not isinstance(found, dict) or set(found) - known:
-            raise ValueError(
-                f"it has {', '.join(sorted(set(found) - known)) if isinstance(found, dict) else 'no keys'}"
-            )
-        for level in ("inside", "across"):
-            found[level] = {kind: Link(**figures) for kind, figures in found[level].items()}
-        for pair in ("tile", "attention"):
-            if pair in found:
-                found[pair] = tuple(found[pair])
-        return Hardware(**found)
-    except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return _from_json(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a hardware file: {error}; cuboid calibrate writes one") from None
+
+
+def _from_json(found: Any) -> Hardware:
+    values = _record("the file", found, Hardware)
+    for level in ("inside", "across"):
+        links = _of_type(level, values[level], dict)
+        values[level] = {kind: Link(**_record(f"{level}.{kind}", link, Link)) for kind, link in links.items()}
+    for pair in ("tile", "attention"):
+        if pair in values:
+            values[pair] = tuple(_of_type(pair, values[pair], list))
+    return Hardware(**values)
+
+
+def _record(where: str, found: Any, of: type) -> dict[str, Any]:
+    """Its values, if it has all the fields without a default, no others, and numbers where there should be."""
+    values = dict(_of_type(where, found, dict))
+    known = {each.name: each for each in fields(of)}
+    if odd := sorted(set(values) - set(known)):
+        raise ValueError(f"{where} has {', '.join(odd)}, which no hardware has")
+    needed = (name for name, each in known.items() if each.default is MISSING and each.default_factory is MISSING)
+    if missing := [name for name in needed if name not in values]:
+        raise ValueError(f"{where} does not say {', '.join(missing)}")
+    for name, value in values.items():
+        if known[name].type in (int, float):
+            _of_type(name if of is Hardware else f"{where}.{name}", value, (int, float))
+    for name in {"peak", "rate"} & values.keys():
+        for precision, value in _of_type(name, values[name], dict).items():
+            _of_type(f"{name}.{precision}", value, (int, float))
+    return values
+
+
+def _of_type(where: str, value: Any, types: type | tuple[type, ...]) -> Any:
+    if not isinstance(value, types) or isinstance(value, bool):
+        kind = {dict: "a table", list: "a list"}.get(types, "a number")  # type: ignore[call-overload]
+        raise ValueError(f"{where} is {value!r:.40}, not {kind}")
+    return value
 
 
 _NCCL = "latencies: the constants of NCCL's own tuning model (graph/tuning.cc), rounded"
@@ -176,6 +209,7 @@ PRESETS: dict[str, Hardware] = {
         launch=20e-6,
         slowdown=1.0,
         one_wire=True,
+        cores=2,
         source={"all": "orders of magnitude of eight ranks on two cores, gloo over loopback; calibrate yours"},
     ),
 }

@@ -13,6 +13,7 @@ from cuboid.comm import Pause, Steps, run
 from cuboid.config import ModelConfig
 from cuboid.model import Recompute
 from cuboid.parallel.cuboid import Policy
+from cuboid.plan.shared import SharedTape
 from cuboid.plan.sizes import Sizes, added
 from cuboid.plan.tape import Tape
 from cuboid.plan.time import Array, Prices
@@ -74,7 +75,7 @@ class Layer:
         self.hw, self.c, self.sizes, self.precision = prices.hw, work.config, sizes, work.precision
         self.e = ITEMSIZE[work.precision]
         self.wide, self.choice = max(self.e, 4), choice
-        self.tape = Tape(prices, overlap)
+        self.tape = (SharedTape if prices.hw.cores else Tape)(prices, overlap)
         self.retain = choice.policy.activations == "retain"
         self.b, self.m = sizes.b, sizes.m
         self.saving = True

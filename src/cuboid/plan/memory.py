@@ -65,11 +65,11 @@ class _Held:
         self.wide = max(self.e, 4)
         self.m = s.m
         self.apart = s.x > 1
-        self.whole = sum(w.n * w.k for w in s.block_weights()) * self.e
-        self.shard = sum(w.shard for w in s.block_weights()) * STORED
+        self.whole = sum(w.n * w.k for w in s.block_weights) * self.e
+        self.shard = sum(w.shard for w in s.block_weights) * STORED
         self.direct = hw.direct or self.e < 4
         self.way = 1 - (not holds) + self.received(s.x)  # a reduce-scatter over x: what is sent, what is received
-        self.head_saved = self.m // s.y * s.d * self.e + s.head_weight().shard * STORED
+        self.head_saved = self.m // s.y * s.d * self.e + s.head_weight.shard * STORED
         self.layer = (saved - self.head_saved) // max(work.config.layers, 1)
         kept = self.apart & (choice.policy.weights == "retain")
         self.kept = np.where(kept, self.whole, 0)  # of each layer
@@ -104,7 +104,7 @@ class _Held:
         """Gradients there and activations saved while the j-th last layer runs backward."""
         over = np.where(self.apart, max(j - 1 - MOST_IN_FLIGHT, 0), j - 1)
         landed = over * np.where(self.apart, self.shard, self.whole)
-        return landed + self.s.head_weight().shard * STORED, self.saved - self.head_saved - (j - 1) * self.layer
+        return landed + self.s.head_weight.shard * STORED, self.saved - self.head_saved - (j - 1) * self.layer
 
     def weights(self, j: int) -> Array:
         """Gathered for this layer and on the way for the next, and the gradients of layers before."""
@@ -156,11 +156,11 @@ class _Held:
 
     def table(self) -> Moment:
         s = self.s
-        size = sum(w.n * w.k for w in s.tables())
+        size = sum(w.n * w.k for w in s.tables)
         way = np.where(self.apart, size * self.e * (1 + self.received(s.x)), 0)
         flying = self.apart * min(self.c.layers, MOST_IN_FLIGHT) * self.whole * self.way
         rows = self.m * s.d * self.e * (1 + (s.y > 1))
-        tables = sum(w.shard for w in s.tables()) * STORED
+        tables = sum(w.shard for w in s.tables) * STORED
         return self.gradients() - tables, self.none(), size * self.wide + way + flying + rows
 
     def data(self) -> Moment:

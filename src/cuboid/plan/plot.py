@@ -9,24 +9,42 @@ from matplotlib.figure import Figure
 from cuboid.plan.search import Plan, Ranking, rank
 
 MOST_BARS = 10
-COLOURS = ("#1f5fa8", "#6aa0d8", "#2e8540", "#c9a227", "#d1700f", "#8a4f9e", "#c79bd4", "#777777", "#b0a080", "#444444")
+OTHER = "copies and sums"
+#: Work is blue and green, waits are warm, so that a glance tells one from the other.
+COLOURS = {
+    "products": "#1f5fa8",
+    "attention": "#6aa0d8",
+    "elementwise": "#2e8540",
+    "head": "#93c793",
+    "optimizer": "#8c8c8c",
+    OTHER: "#c4c4c4",
+    "waiting for x": "#f2b134",
+    "waiting for y": "#e07b1a",
+    "waiting for z": "#c0392b",
+    "waiting for data": "#8a4f9e",
+    "parameters": "#1f5fa8",
+    "gradients": "#6aa0d8",
+    "activations": "#e07b1a",
+    "buffers": "#f2b134",
+}
 DEVICES, BATCHES = (0.25, 0.5, 1, 2, 4), (0.25, 1, 4)  # of the map, times those of the ranking
 
 
 def draw(ranking: Ranking, folder: Path) -> list[Path]:
     """Two figures, as PNG and as SVG."""
-    folder.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
     bars = list(ranking.plans[:MOST_BARS])
     bars += [plan for plan in ranking.corners.values() if plan and plan not in bars]
-    _stack(left, bars, [plan.compute | _waits(plan) for plan in bars], "seconds a step")
+    figure = Figure(figsize=(13, 2.2 + 0.34 * len(bars)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _stack(left, bars, [seconds(plan) for plan in bars], "seconds a step")
     _stack(right, bars, [{kind: size / 1e9 for kind, size in plan.memory.items()} for plan in bars], "GB a device")
-    right.axvline(ranking.hardware.memory / 1e9, color="#b00020", linewidth=1)
+    right.axvline(ranking.hardware.memory / 1e9, color="#b00020", linewidth=1.5, label="a device's memory")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=5, frameon=False)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3, frameon=False)
     left.set_yticks(range(len(bars)), [_label(ranking, plan) for plan in bars])
     left.invert_yaxis()
-    figure.suptitle(f"{ranking.devices} devices of {ranking.hardware.name}", x=0.01, ha="left")
-    over = Figure(figsize=(8, 5), layout="constrained")
+    figure.suptitle(f"Fastest first: {ranking.hardware.name} × {ranking.devices}", x=0.01, ha="left")
+    over = Figure(figsize=(9, 5), layout="constrained")
     _map(over.subplots(), ranking)
     paths = []
     for name, each in (("plan", figure), ("plan-map", over)):
@@ -36,8 +54,13 @@ def draw(ranking: Ranking, folder: Path) -> list[Path]:
     return paths
 
 
-def _waits(plan: Plan) -> dict[str, float]:
-    return {f"waiting for {axis}": seconds for axis, seconds in plan.exposed.items() if seconds}
+def seconds(plan: Plan) -> dict[str, float]:
+    """Of a step by part: what has a colour, and all the rest as one."""
+    waits = {f"waiting for {axis}": value for axis, value in plan.exposed.items()}
+    found = {name: (plan.compute | waits).get(name, 0.0) for name in COLOURS if name not in plan.memory}
+    found["optimizer"] = plan.compute.get("optimizer", 0.0)
+    found[OTHER] = plan.seconds - sum(value for name, value in found.items() if name != OTHER)
+    return found
 
 
 def _label(ranking: Ranking, plan: Plan) -> str:
@@ -46,14 +69,14 @@ def _label(ranking: Ranking, plan: Plan) -> str:
 
 
 def _stack(axes: Axes, plans: list[Plan], parts: list[dict[str, float]], label: str) -> None:
-    names = list(dict.fromkeys(name for part in parts for name in part))
     start = [0.0] * len(plans)
-    for i, name in enumerate(names):
+    longest = max(sum(part.values()) for part in parts)
+    for name, colour in COLOURS.items():
         widths = [part.get(name, 0.0) for part in parts]
-        axes.barh(range(len(plans)), widths, left=start, label=name, color=COLOURS[i % len(COLOURS)])
+        if max(widths) > 0.002 * longest:  # else nobody would see it
+            axes.barh(range(len(plans)), widths, left=start, label=name, color=colour)
         start = [a + b for a, b in zip(start, widths, strict=True)]
     axes.set_xlabel(label)
-    axes.legend(fontsize="x-small")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -71,10 +94,10 @@ def _map(axes: Axes, ranking: Ranking) -> None:
                 best = found.plans[0]
                 shares[row][column] = found.mfu(best)
                 text = f"{best.cuboid}\n{found.mfu(best):.0%}".replace(" × data=", "·")
-            axes.text(column, row, text, ha="center", va="center", fontsize="x-small")
+            axes.text(column, row, text, ha="center", va="center", fontsize="small")
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.set_xticks(range(len(devices)), [str(n) for n in devices])
     axes.set_yticks(range(len(batches)), [str(n * ranking.work.micro_batches) for n in batches])
     axes.set_xlabel("devices")
     axes.set_ylabel("sequences a step")
-    axes.set_title("The best cuboid and its MFU", loc="left")
+    axes.set_title(f"The best cuboid and its MFU, {ranking.hardware.name}", loc="left")

@@ -1,5 +1,6 @@
 """Every cuboid of a cluster with every choice, ranked by the predicted step."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
@@ -24,9 +25,9 @@ from cuboid.schedule import Schedule
 
 #: The layouts people know, as corners of the block.
 CORNERS = {
-    "FSDP": lambda k: k.y == k.z == 1,
-    "TP+SP": lambda k: k.x == k.z == 1,
-    "FSDP×TP": lambda k: k.z == 1,
+    "FSDP": lambda k: k.y == k.z == 1 < k.x,
+    "TP+SP": lambda k: k.x == k.z == 1 < k.y,
+    "FSDP×TP": lambda k: k.z == 1 < k.x * k.y,
     "cube": lambda k: k.x == k.y == k.z > 1,
 }
 
@@ -66,6 +67,7 @@ class Ranking:
     plans: list[Plan]
     too_large: list[Plan]
     considered: int
+    seconds: float = 0.0  # that the ranking itself took
     corners: dict[str, Plan | None] = field(default_factory=dict)
 
     def tokens_per_second(self, plan: Plan) -> float:
@@ -117,7 +119,7 @@ def choices() -> Iterator[Choice]:
 
 def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> Ranking:
     """`only` ranks the orders and choices of one shape."""
-    config = work.config
+    config, began = work.config, time.perf_counter()
     if only is not None:
         config.check(only, work.batch, work.seq)
         found = orders((only.data, only.x, only.y, only.z), hw.node)
@@ -131,7 +133,7 @@ def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> 
     predictions = [Predictions(prices, work, sizes, choice) for choice in choices()]
     plans, too_large = _best_of_each_shape(predictions)
     considered = sum(int(each.valid.sum()) for each in predictions)
-    ranking = Ranking(work, hw, devices, plans, too_large, considered)
+    ranking = Ranking(work, hw, devices, plans, too_large, considered, time.perf_counter() - began)
     for name, is_corner in CORNERS.items():
         ranking.corners[name] = next((plan for plan in plans if is_corner(plan.cuboid)), None)
     return ranking

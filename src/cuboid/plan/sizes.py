@@ -5,6 +5,7 @@ The first rank has the largest parts: uneven cuts leave the last ones short.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Sizes:
         self.groups = groups(cuboids, self.context, node)
         self._chunks: dict[int, Array] = {}
 
-    @property
+    @cached_property
     def m(self) -> Array:
         return self.s * self.b
 
@@ -69,6 +70,7 @@ class Sizes:
     def norm_weights(self, count: int) -> list[Weight]:
         return [self.weight(self.c.hidden, 1, "z", None)] * (count * (1 + self.c.norm_bias))
 
+    @cached_property
     def block_weights(self) -> list[Weight]:
         c, ups = self.c, 2 if self.c.gated else 1
         into = [(n, c.hidden, "y", "z") for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * ups)]
@@ -78,11 +80,13 @@ class Sizes:
         found += [self.weight(n, 1, axis, None) for n, _, axis, _ in biases]
         return found + self.norm_weights(2)
 
+    @cached_property
     def tables(self) -> list[Weight]:
         """The embedding, and learned positions."""
         rows = [self.c.vocab] + ([] if self.c.rotary else [self.c.context])
         return [self.weight(n, self.c.hidden, "y", "z") for n in rows]
 
+    @cached_property
     def head_weight(self) -> Weight:
         return self.weight(self.c.vocab, self.c.hidden, "y", "z")
 
@@ -100,11 +104,11 @@ class Sizes:
         self._chunks[limit] = found
         return found
 
-    @property
+    @cached_property
     def parameters(self) -> Array:
         """Elements of this rank's shards."""
-        weights = [*self.tables(), *self.norm_weights(1)] + ([] if self.c.tied else [self.head_weight()])
-        return added(w.shard for w in weights) + self.c.layers * added(w.shard for w in self.block_weights())
+        weights = [*self.tables, *self.norm_weights(1)] + ([] if self.c.tied else [self.head_weight])
+        return added(w.shard for w in weights) + self.c.layers * added(w.shard for w in self.block_weights)
 
 
 def groups(cuboids: Sequence[Cuboid], context: Array, node: int) -> dict[str, Group]:

@@ -14,12 +14,12 @@ import numpy as np
 from cuboid.comm import Pause, Steps, run
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Layer, Work
-from cuboid.plan.sizes import Sizes, Weight, added
+from cuboid.plan.sizes import Sizes, Weight
 from cuboid.plan.tape import Flight, Totals
-from cuboid.plan.time import Array, Prices
+from cuboid.plan.time import Prices
 from cuboid.weights import MOST_IN_FLIGHT
 
-STEADY = 4  # layers after which every further one takes as long as the last
+STEADY = 4  # layers that are played; every further one takes as long as the third forward and backward
 LOSS, OPTIMIZER = 14, 12  # how often a logit, a parameter is read or written
 
 
@@ -27,30 +27,32 @@ def step_totals(
     prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool = True, update: bool = True
 ) -> Totals:
     """Of a forward and backward of every candidate, and of the optimizer's update unless told not to."""
-    layers = work.config.layers
-    if layers <= STEADY:
-        return _Step(prices, work, sizes, choice, layers, overlap, update).tape.totals()
-    shallow, deep = (_Step(prices, work, sizes, choice, n, overlap, update).tape.totals() for n in (STEADY - 1, STEADY))
-    return deep.plus(deep, layers - STEADY, without=shallow)  # each further layer adds what the last one added
+    step = _Step(prices, work, sizes, choice, overlap, update)
+    found = step.tape.totals()
+    for before, after in zip(step.marks[::2], step.marks[1::2], strict=True):  # around a layer, forward and backward
+        found = found.plus(after, work.config.layers - step.layers, without=before)
+    return found
 
 
 def prices_of(hw: Hardware, work: Work, sizes: Sizes) -> Prices:
     if work.precision not in hw.rate:
-        raise ValueError(f"hardware {hw.name!r} has no figures for {work.precision}; it has {', '.join(hw.rate)}")
+        raise ValueError(
+            f"hardware {hw.name!r} has no figures for {work.precision}; it has {', '.join(hw.rate)}: "
+            f"use --precision {next(iter(hw.rate))}, or calibrate with --precision {work.precision}"
+        )
     return Prices(hw, work.precision, ITEMSIZE[work.precision], sizes.groups)
 
 
 class _Step(Layer):
-    def __init__(
-        self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, layers: int, overlap: bool, update: bool
-    ) -> None:
+    def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool, update: bool) -> None:
         super().__init__(prices, work, sizes, choice, overlap)
-        self.layers = layers
+        self.layers = layers = min(self.c.layers, STEADY)  # that are played
+        self.marks: list[Totals] = []  # before and after a layer like all those that are not
         self.kept = choice.policy.weights == "retain"
         self.parts = choice.schedule.parts
         self._in_flight: deque[Flight] = deque()
         self._gathers: dict[int, Flight] = {}  # of layers, on their way; the final norm is the last
-        self._buckets = [sizes.block_weights()] * layers + [sizes.norm_weights(1)]
+        self._buckets = [sizes.block_weights] * layers + [sizes.norm_weights(1)]
         self.forward()
         self.backward()
         if update:
@@ -59,10 +61,11 @@ class _Step(Layer):
     # The step
 
     def forward(self) -> None:
-        for table in self.sizes.tables():
+        for table in self.sizes.tables:
             self.whole(self.gather([table]), [table])
         self.play(self.lookup)
         for i in range(self.layers):
+            self.mark(i in (STEADY - 2, STEADY - 1))
             self.prefetch(i)
             self.arrive(i)
             if self.choice.recompute == "full":
@@ -71,7 +74,7 @@ class _Step(Layer):
             self.play(self.block)
             self.saving = True
         self.prefetch(self.layers)
-        classifier = [] if self.c.tied and self.kept else [self.sizes.head_weight()]
+        classifier = [] if self.c.tied and self.kept else [self.sizes.head_weight]
         flight = self.gather(classifier) if classifier else None
         self.arrive(self.layers)
         run(self.norm())
@@ -88,6 +91,7 @@ class _Step(Layer):
         run(self.norm_backward())
         self.reduce(self._buckets[self.layers])
         for i in reversed(range(self.layers)):
+            self.mark(i in (0, 1))
             self.arrive(i, backward=True)
             if self.choice.recompute == "full":
                 self.saving = False
@@ -97,18 +101,22 @@ class _Step(Layer):
             self.play(self.block_backward)
             self.reduce(self._buckets[i])
         self.play(self.lookup_backward)
-        for table in s.tables():
+        for table in s.tables:
             self.reduce([table])
         while self._in_flight:
             t.wait(self._in_flight.popleft())
-        vectors = (2 * self.layers + 1) * (1 + self.c.norm_bias)
+        vectors = (2 * self.c.layers + 1) * (1 + self.c.norm_bias)
         t.wait(t.launch("y", "all_reduce", vectors * -(-s.d // s.x), itemsize=STORED))
-        t.wait(t.launch("data", "all_reduce", self.parameters(), itemsize=STORED))
+        t.wait(t.launch("data", "all_reduce", s.parameters, itemsize=STORED))
 
     def update(self) -> None:
         """Clipping and AdamW."""
         self.tape.wait(self.tape.launch("world", "all_reduce", np.full_like(self.b, 4), itemsize=8))
-        self.tape.stream("optimizer", OPTIMIZER * self.parameters() * STORED, 4 + 2 * self.layers)
+        self.tape.stream("optimizer", OPTIMIZER * self.sizes.parameters * STORED, 4 + 2 * self.c.layers)
+
+    def mark(self, here: bool) -> None:
+        if here and self.c.layers > STEADY:
+            self.marks.append(self.tape.totals().copy())
 
     def play(self, steps: Callable[[], Steps]) -> None:
         """With the whole batch, or with its parts in turn."""
@@ -117,11 +125,6 @@ class _Step(Layer):
         for _ in zip_longest(*(steps() for _ in range(self.parts))):
             pass
         self.b, self.m = whole
-
-    def parameters(self) -> Array:
-        s = self.sizes
-        ends = [*s.tables(), *s.norm_weights(1)] + ([] if self.c.tied else [s.head_weight()])
-        return added(w.shard for w in ends) + self.layers * added(w.shard for w in s.block_weights())
 
     # Weights: shards -> whole -> gradients -> shards
 
@@ -176,7 +179,7 @@ class _Step(Layer):
         flight = self.tape.launch("y", "all_gather", self.m * self.sizes.d)
         yield Pause()
         self.tape.wait(flight)
-        tables = sum(w.n * w.k for w in self.sizes.tables())
+        tables = sum(w.n * w.k for w in self.sizes.tables)
         self.tape.stream("ends", 4 * self.m * self.sizes.d * self.wide + 3 * tables * self.wide, 6)
 
     def head(self) -> None:
@@ -194,10 +197,10 @@ class _Step(Layer):
         t.compute("head", 2 * chunks * seconds)
         t.stream("head", 3 * s.vocab * s.d * self.wide * (1 + chunks * (self.e < 4)), 2)
         dX = t.launch("y", "reduce_scatter", self.m * s.d)
-        dW = t.launch("x", "reduce_scatter", s.head_weight().shard * s.x)
+        dW = t.launch("x", "reduce_scatter", s.head_weight.shard * s.x)
         for axis in ("x", "z", "data"):
             t.wait(t.launch(axis, "all_reduce", np.full_like(self.m, 2), itemsize=self.wide))
         t.wait(dX)
         t.wait(dW)
         t.flops += 3 * 2 * self.m * s.d * s.vocab
-        self.save(self.m // s.y * s.d * self.e + s.head_weight().shard * STORED + self.wide)  # dX, dW and the count
+        self.save(self.m // s.y * s.d * self.e + s.head_weight.shard * STORED + self.wide)  # dX, dW and the count

@@ -8,11 +8,12 @@ last collective under way has landed, the operation takes
 """
 
 from collections import defaultdict
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from cuboid.plan.time import Array, Prices
+from cuboid.plan.time import Array, Fare, Prices
 
 
 @dataclass
@@ -34,6 +35,10 @@ class Totals:
     in_flight: dict[str, Array] = field(default_factory=dict)  # seconds by axis, were it alone
     calls: dict[tuple[str, str], Array] = field(default_factory=dict)
     sent: dict[tuple[str, str], Array] = field(default_factory=dict)  # bytes
+
+    def copy(self) -> "Totals":
+        """Of the arrays too: a tape adds to them in place."""
+        return deepcopy(self)
 
     def plus(self, other: "Totals", times: int, without: "Totals | None" = None) -> "Totals":
         """With another's totals added so many times, less those of a third."""
@@ -90,11 +95,9 @@ class Tape:
 
     def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Flight:
         """Of `whole` elements, `times` after one another. A group of its own is named axis/what."""
-        fare, name = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize), axis.split("/")[0]
+        fare = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize)
         seconds = times * fare.seconds
-        self._calls[name, kind] += times * fare.used
-        self._sent[name, kind] += times * fare.sent
-        self._in_flight[axis] += seconds
+        self.count(axis, kind, fare, times, seconds)
         near, far = self._free
         if self.hw.one_wire:
             lands = np.maximum(self.now, near)
@@ -111,6 +114,12 @@ class Tape:
         if not self.overlap:
             self._land(flight)
         return flight
+
+    def count(self, axis: str, kind: str, fare: Fare, times: Array | int, seconds: Array) -> None:
+        name = axis.split("/")[0]
+        self._calls[name, kind] += times * fare.used
+        self._sent[name, kind] += times * fare.sent
+        self._in_flight[axis] += seconds
 
     def wait(self, flight: Flight) -> None:
         self._land(flight)

@@ -8,7 +8,8 @@
               ÷ bandwidth inside
 
 All groups of an axis talk at once, so a node's cards are shared by all groups with members on it. A ring enters and
-leaves a node once for all its members there; an all-to-all sends for each.
+leaves a node once for all its members there; an all-to-all sends for each. Where ranks share cores, the links' figures
+are of a network that never holds them back, and what leaves a host takes its time on the wire besides.
 """
 
 from collections.abc import Callable, Hashable
@@ -64,14 +65,25 @@ def collective_seconds(hw: Hardware, kind: str, group: Group, whole: Array, dire
     return np.where((p > 1) & (whole > 0), latency + moving, 0.0)
 
 
+def wire_seconds(hw: Hardware, kind: str, group: Group, whole: Array, direct: bool) -> Array:
+    """Of what leaves a host, all its ranks' together."""
+    p, inside = group
+    if not hw.wire:
+        return np.zeros(len(p))
+    times = 2 if kind == "all_reduce" else 1
+    leaving = whole * (p - inside) / p if direct else times * whole * (p - 1) / p / inside
+    return np.where(inside < p, leaving * hw.node / hw.wire, 0.0)
+
+
 class Fare(NamedTuple):
-    """Of a collective: seconds, bytes a rank sends, whether any are sent at all, and the seconds that a direct
-    reduce-scatter still adds up once everything has arrived."""
+    """Of a collective: seconds, bytes a rank sends, whether any are sent at all, the seconds that a direct
+    reduce-scatter still adds up once everything has arrived, and those on the wire where cores are shared."""
 
     seconds: Array
     sent: Array
     used: Array
     summing: Array | None
+    wire: Array | None = None
 
 
 class Prices:
@@ -97,7 +109,10 @@ class Prices:
             used = (group.size > 1) & (whole > 0)
             sent = (2 if kind == "all_reduce" else 1) * size * (group.size - 1) // group.size * used
             summing = 3 * (group.size - 1) / group.size * whole * max(itemsize, 4) / self.hw.stream if direct else None
-            return Fare(collective_seconds(self.hw, kind, group, size, direct), sent, used, summing)
+            if not self.hw.cores:
+                return Fare(collective_seconds(self.hw, kind, group, size, direct), sent, used, summing)
+            processor = collective_seconds(self.hw, kind, group, size, direct)
+            return Fare(processor, sent, used, summing, wire_seconds(self.hw, kind, group, size, direct))
 
         return self._once(price, axis, kind, itemsize, whole.tobytes())
 

@@ -1,0 +1,58 @@
+"""The clock of ranks that outnumber their cores: computing and sending are one processor's work.
+
+Figures are measured with all ranks at once, so an operation's seconds are its part of the cores' time. So is a share of
+a collective's, the slowdown: what compute beside it was seen to lose. None of that is ever hidden; the rest, in which
+ranks wait for each other or for the wire, is hidden by whatever else there is to do:
+
+    step = compute + slowdown · seconds of collectives + time that all ranks wait
+
+A collective launched owes its processor time, which takes precedence over compute, as the kernel's and the sender's
+threads do; its bytes are on their way meanwhile.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuboid.plan.tape import Flight, Tape
+from cuboid.plan.time import Array, Prices
+
+
+@dataclass
+class Owing(Flight):
+    due: Array  # processor seconds of all collectives up to this one
+
+
+class SharedTape(Tape):
+    def __init__(self, prices: Prices, overlap: bool = True) -> None:
+        super().__init__(prices, overlap)
+        self._owed, self._paid = np.zeros_like(self.now), np.zeros_like(self.now)
+
+    def compute(self, kind: str, seconds: Array) -> None:
+        took = self._owed - self._paid + seconds
+        self._paid = self._owed.copy()
+        self.now += took
+        self._compute[kind] += took
+
+    def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Flight:
+        fare = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize)
+        assert fare.wire is not None
+        seconds = times * np.maximum(fare.seconds, fare.wire)
+        self.count(axis, kind, fare, times, seconds)
+        free, _ = self._free
+        lands = np.maximum(self.now, free) + seconds
+        np.copyto(free, lands, where=fare.used)
+        self._owed = self._owed + self.hw.slowdown * times * fare.seconds
+        summing = None if fare.summing is None else times * fare.summing
+        flight = Owing(axis, np.where(fare.used, lands, self.now), summing, self._owed)
+        if not self.overlap:
+            self._land(flight)
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        assert isinstance(flight, Owing)
+        owed = np.maximum(flight.due - self._paid, 0.0)
+        self._paid = self._paid + owed
+        late = np.maximum(flight.lands - self.now, owed)
+        self._exposed[flight.axis] += late
+        self.now += late
