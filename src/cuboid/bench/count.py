@@ -44,16 +44,19 @@ class Tally(TorchDispatchMode):
         name = func.name().split(".")[0]
         if name in _OPS:
             kind, operands = _OPS[name]
-            self._record(kind, *operands(args, out))
+            self._record(kind, *operands(args, out), all_of_it=name == "c10d::alltoall_base_" and bool(args[4]))
         else:
             assert "c10d" not in name or name in _MOVES_NOTHING, f"{name} would go uncounted"
         return out
 
-    def _record(self, kind: str, whole: Tensor, group: Any) -> None:
+    def _record(self, kind: str, whole: Tensor, group: Any, all_of_it: bool) -> None:
+        """`all_of_it` is sent where a rank's own part is left out to begin with."""
         if not isinstance(group, str | dist.ProcessGroup):
             group = dist.ProcessGroup.unbox(group)
         axis, p = self._axes[str(group if isinstance(group, str) else group.group_name)]
-        sent = whole.numel() * whole.element_size() * (p - 1) * (2 if kind == "all_reduce" else 1) // p
+        sent = whole.numel() * whole.element_size()
+        if not all_of_it:
+            sent = sent * (p - 1) * (2 if kind == "all_reduce" else 1) // p
         self.ledger.launched(axis, kind, sent)
 
 
