@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from cuboid.comm import (
     COLLECTIVES,
+    LEAST_ALONE,
     TRANSPOSE,
     Kind,
     all_gather,
@@ -27,9 +29,9 @@ MIXED = Cuboid(2, 3, 2, order=("y", "data", "x", "z"))
 ROWS = 6  # 2 and 3 divide it
 
 
-def data_of(rank: int, kind: str = "") -> Tensor:
+def data_of(rank: int, kind: str = "", width: int = 4) -> Tensor:
     generator = torch.Generator().manual_seed(rank + 100 * len(kind))
-    return torch.randn(ROWS, 4, generator=generator, dtype=torch.float64)
+    return torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
 
 
 def line(mesh: Mesh, axis: str) -> list[int]:
@@ -37,8 +39,8 @@ def line(mesh: Mesh, axis: str) -> list[int]:
     return [mesh.cuboid.rank({**mesh.coordinates, axis: i}) for i in range(mesh.cuboid.sizes[axis])]
 
 
-def by_hand(kind: Kind, mesh: Mesh, axis: str) -> Tensor:
-    all_x, index = [data_of(rank) for rank in line(mesh, axis)], mesh.coordinates[axis]
+def by_hand(kind: Kind, mesh: Mesh, axis: str, width: int) -> Tensor:
+    all_x, index = [data_of(rank, width=width) for rank in line(mesh, axis)], mesh.coordinates[axis]
     parts = [x.chunk(len(all_x))[index] for x in all_x]
     total = torch.stack(all_x).sum(0)
     return {
@@ -50,18 +52,18 @@ def by_hand(kind: Kind, mesh: Mesh, axis: str) -> Tensor:
     }[kind]
 
 
-def on_mesh(world: World, function: Callable[..., Any], cuboid: Cuboid, *args: Any) -> Any:
-    mesh = Mesh(cuboid, world.rank)
+def on_mesh(world: World, function: Callable[..., Any], cuboid: Cuboid, *args: Any, per_host: int | None = None) -> Any:
+    mesh = Mesh(cuboid, world.rank, per_host=per_host)
     try:
         return function(mesh, *args)
     finally:
         mesh.close()
 
 
-def error_of(mesh: Mesh, kind: Kind) -> float:
+def error_of(mesh: Mesh, kind: Kind, width: int = 4) -> float:
+    x = data_of(mesh.rank, width=width)
     errors = [
-        COLLECTIVES[kind](data_of(mesh.rank), getattr(mesh, axis)).wait() - by_hand(kind, mesh, axis)
-        for axis in ("x", "y", "z")
+        COLLECTIVES[kind](x, getattr(mesh, axis)).wait() - by_hand(kind, mesh, axis, width) for axis in ("x", "y", "z")
     ]
     return max(float(error.abs().max()) for error in errors)
 
@@ -69,6 +71,25 @@ def error_of(mesh: Mesh, kind: Kind) -> float:
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_result(kind: Kind, pool: Callable[[int], Pool]) -> None:
     assert max(pool(12).run(on_mesh, error_of, MIXED, kind)) < 1e-15
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_large_tensors(kind: Kind, pool: Callable[[int], Pool]) -> None:
+    """They go another way."""
+    width = 2 * LEAST_ALONE // (8 * ROWS)
+    assert max(pool(12).run(on_mesh, error_of, MIXED, kind, width)) < 1e-15
+
+
+def error_between_hosts(mesh: Mesh, kind: Kind, back: set[str]) -> float:
+    assert {axis.name for axis in (mesh.x, mesh.y, mesh.z) if axis.back is not None} == back
+    return error_of(mesh, kind)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize(("per_host", "back"), [(1, {"x", "y", "z"}), (2, {"x", "y"}), (4, {"y"})])
+def test_between_hosts(kind: Kind, per_host: int, back: set[str], pool: Callable[[int], Pool]) -> None:
+    function = partial(on_mesh, per_host=per_host)
+    assert max(pool(12).run(function, error_between_hosts, MIXED, kind, back)) < 1e-15
 
 
 def inner_products(mesh: Mesh, kind: Kind) -> list[tuple[float, float]]:
