@@ -39,7 +39,7 @@ def line(mesh: Mesh, axis: str) -> list[int]:
     return [mesh.cuboid.rank({**mesh.coordinates, axis: i}) for i in range(mesh.cuboid.sizes[axis])]
 
 
-def by_hand(kind: Kind, mesh: Mesh, axis: str, width: int) -> Tensor:
+def by_hand(kind: Kind, mesh: Mesh, axis: str, width: int = 4) -> Tensor:
     all_x, index = [data_of(rank, width=width) for rank in line(mesh, axis)], mesh.coordinates[axis]
     parts = [x.chunk(len(all_x))[index] for x in all_x]
     total = torch.stack(all_x).sum(0)
