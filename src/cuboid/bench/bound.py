@@ -8,7 +8,8 @@ least
                                        2 √(m n k²/P) + mn/P         P ≤ mn/k²        two
                                        3 (mnk/P)^⅔                  beyond           three
 
-A step has three such products for each linear layer: forward, and the gradients of its two operands.
+A step has three such products for each linear layer: forward, and the gradients of its two operands. Each is bounded by
+itself: a step that keeps a gathered operand for the next product, or gathers one for several, can send less.
 """
 
 from math import sqrt
