@@ -60,20 +60,20 @@ def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Call
     config.check()
     tell(f"{config.schedule.steps} steps, left alone")
     alone = start(config, folder / "alone")
-    said = alone.communicate()[1]
-    if alone.returncode:
-        raise RuntimeError(f"the run left alone has failed: {said}")
+    if alone.wait():
+        raise RuntimeError(f"the run left alone has failed: {said(folder / 'alone')}")
     killed = start(config, folder / "killed")
     try:
         ranks = config.cuboid_shape().ranks
         done = list(kill_ranks(killed, ranks, folder / "killed", kills, random.Random(seed), tell))
-        said = killed.communicate(timeout=PATIENCE)[1]
+        killed.wait(PATIENCE)
     finally:
         killed.kill()  # and its ranks end with it
         killed.wait()
-    resumed = [int(step or 0) for step in re.findall(r"start again, (?:after step (\d+)|from the beginning)", said)]
+    told = said(folder / "killed")
+    resumed = [int(step or 0) for step in re.findall(r"start again, (?:after step (\d+)|from the beginning)", told)]
     if killed.returncode or len(resumed) != kills:
-        raise RuntimeError(f"exit code {killed.returncode} after {len(resumed)} restarts of {kills}: {said}")
+        raise RuntimeError(f"exit code {killed.returncode} after {len(resumed)} restarts of {kills}: {told}")
     before = Kill("", 0)
     for kill, step in zip(done, resumed, strict=True):
         kill.resumed = step
@@ -82,16 +82,21 @@ def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Call
     return compare(config, done, folder / "alone", folder / "killed")
 
 
-def start(config: TrainConfig, run: Path) -> "subprocess.Popen[str]":
-    """`cuboid train`, as a person would."""
+def start(config: TrainConfig, run: Path) -> "subprocess.Popen[bytes]":
+    """`cuboid train`, as a person would. What it says goes to a file: many kills say more than a pipe holds."""
     file = run.with_suffix(".toml")
     file.write_text(resolved_toml(replace(config, logging=replace(config.logging, folder=str(run)))), "utf-8")
     words = [sys.executable, "-m", "cuboid", "train", str(file)]
-    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with run.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=log)
+
+
+def said(run: Path) -> str:
+    return run.with_suffix(".log").read_text("utf-8", "replace")
 
 
 def kill_ranks(
-    process: "subprocess.Popen[str]",
+    process: "subprocess.Popen[bytes]",
     ranks: int,
     run: Path,
     kills: int,
@@ -106,7 +111,8 @@ def kill_ranks(
         while not what(*args):
             if process.poll() is not None or time.monotonic() > deadline:
                 process.kill()
-                raise RuntimeError(f"the killed run has come to an end: {process.communicate()[1]}")
+                process.wait()
+                raise RuntimeError(f"the killed run has come to an end: {said(run)}")
             time.sleep(0.001)
 
     for number in range(1, kills + 1):
@@ -129,7 +135,7 @@ def kill_ranks(
         yield Kill(moment, step)
 
 
-def ranks_of(process: "subprocess.Popen[str]") -> set[int]:
+def ranks_of(process: "subprocess.Popen[bytes]") -> set[int]:
     """The processes it has forked."""
     try:
         return {int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()}
