@@ -41,7 +41,7 @@ class Setting:
 
 
 SETTINGS = {
-    "strong": Setting("8,16,64", hidden=256, heads=64, batch=64, seq=64, rate="5mbit", rounds=2),
+    "strong": Setting("8,16,64", hidden=256, heads=64, batch=64, seq=64, rate="8mbit", rounds=3),
     "weak": Setting("8,64", hidden=128, heads=64, batch=32, seq=64, rate="8mbit", rounds=3),
     "layouts": Setting("8", hidden=512, heads=8, batch=16, seq=128, rate="", rounds=7, steps=3, layers=2),
 }
