@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import furthest, on, ranks_of, tiny, write_text
+from tiny import furthest, on, ranks_of, said_to_resuming, tiny, write_text
 from torch import Tensor
 
 from cuboid.launch import Pool, World
@@ -117,18 +117,6 @@ def test_a_run_goes_from_cuboid_to_cuboid(text: Path, tmp_path: Path, pool: Pool
     assert len(set[int]().union(*samples)) == 8 * 8  # none twice, and each step has its eight
 
 
-def resumed(world: World, config: TrainConfig, path: Path) -> str:
-    """What a rank says to resuming from `path`."""
-    trainer = Trainer(config, world)
-    try:
-        trainer.resume(path)
-    except ValueError as error:
-        return str(error)
-    finally:
-        trainer.model.parallel.mesh.close()
-    return "resumed"
-
-
 @pytest.fixture(scope="module")
 def saved(text: Path, tmp_path_factory: pytest.TempPathFactory, pool: Pools) -> Path:
     """A checkpoint of step 2, written on (2,1,1)."""
@@ -151,7 +139,7 @@ def saved(text: Path, tmp_path_factory: pytest.TempPathFactory, pool: Pools) -> 
     ],
 )
 def test_what_a_run_can_be_resumed_as(change: str, said: list[str], saved: Path, text: Path, pool: Pools) -> None:
-    first, second = pool(2).run(resumed, tiny(text, *on("2,1,1"), change), saved)
+    first, second = pool(2).run(said_to_resuming, tiny(text, *on("2,1,1"), change), saved)
     assert first == second
     for words in said:
         assert words in first
@@ -159,7 +147,7 @@ def test_what_a_run_can_be_resumed_as(change: str, said: list[str], saved: Path,
 
 def test_other_text_is_refused(saved: Path, tmp_path: Path, pool: Pools) -> None:
     config = tiny(write_text(tmp_path, seed=1), *on("1,1,1"))
-    assert "other text" in pool(1).run(resumed, config, saved)[0]
+    assert "other text" in pool(1).run(said_to_resuming, config, saved)[0]
 
 
 # Files

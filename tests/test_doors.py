@@ -181,7 +181,7 @@ def kept(run: Path, where: object) -> Path:
     "where",
     [
         {"a": ["../../a.safetensors", "F32"]},
-        {"a": ["/tmp/a.safetensors", "F32"]},
+        {"a": ["/a.safetensors", "F32"]},
         {"a": ["a.bin", "F32"]},
         {"a": ["a.safetensors", "I8"]},
         {"a": 3},

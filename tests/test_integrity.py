@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import on, tiny, write_text
+from tiny import on, said_to_resuming, tiny, write_text
 from torch import Tensor
 
 from cuboid.hf.folder import Stored
@@ -179,17 +179,6 @@ def test_whatever_is_corrupted_is_noticed_and_what_is_good_is_used(
         assert not [each for each in wrong if each[2] != each[3]]
 
 
-def said(world: World, config: TrainConfig, path: Path) -> str:
-    trainer = Trainer(config, world)
-    try:
-        trainer.resume(path)
-    except ValueError as error:
-        return str(error)
-    finally:
-        close(trainer)
-    return f"resumed from {trainer.done}"
-
-
 def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -203,10 +192,10 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(
     copy = shutil.copytree(run, tmp_path / "run")
     newest_one = candidates(copy)[0]
     flip(newest_one / name)
-    first, second = pool(2).run(said, config, newest_one)
+    first, second = pool(2).run(said_to_resuming, config, newest_one)
     assert first == second
     assert first == f"checkpoint {newest_one} is damaged: {name} missing or changed since it was written; use another"
-    assert pool(2).run(said, config, copy) == ["resumed from 2"] * 2
+    assert pool(2).run(said_to_resuming, config, copy) == ["resumed from 2"] * 2
 
 
 def test_when_none_is_good_all_are_named(run: Path, config: TrainConfig, tmp_path: Path, pool: Pools) -> None:
@@ -214,7 +203,7 @@ def test_when_none_is_good_all_are_named(run: Path, config: TrainConfig, tmp_pat
     flip(copy / "checkpoints" / "step-00000001" / "rank-00001.safetensors")
     (copy / "checkpoints" / "step-00000002" / "rank-00000.safetensors").unlink()
     (copy / "checkpoints" / "step-00000003" / manifest.FILE).unlink()
-    first, second = pool(2).run(said, config, copy)
+    first, second = pool(2).run(said_to_resuming, config, copy)
     assert first == second
     listed = (
         "step-00000003: manifest.json; step-00000002: rank-00000.safetensors; step-00000001: rank-00001.safetensors"

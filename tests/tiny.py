@@ -95,3 +95,15 @@ def furthest(found: Curve | list[float], wanted: Curve | list[float]) -> float:
     a, b = (torch.tensor(each, dtype=torch.float64) for each in (found, wanted))
     assert a.shape == b.shape
     return (a / b - 1).abs().max().item()
+
+
+def said_to_resuming(world: World, config: TrainConfig, path: Path) -> str:
+    """By a rank, to a checkpoint or a run."""
+    trainer = Trainer(config, world)
+    try:
+        trainer.resume(path)
+    except ValueError as error:
+        return str(error)
+    finally:
+        trainer.model.parallel.mesh.close()
+    return f"resumed from {trainer.done}"

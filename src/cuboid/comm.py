@@ -170,9 +170,7 @@ def _swap(up: Tensor, below: Tensor, down: Tensor, above: Tensor, axis: Axis) ->
         return [dist.all_to_all_single(theirs.view(-1), ours.view(-1), here, there, group=axis.group, async_op=True)]
     return [
         dist.all_to_all_single(below.view(-1), up.view(-1), lower, upper, group=axis.group, async_op=True),
-        dist.all_to_all_single(
-            above.view(-1), down.view(-1), upper, lower, group=axis.back or axis.group, async_op=True
-        ),
+        dist.all_to_all_single(above.view(-1), down.view(-1), upper, lower, group=axis.back, async_op=True),
     ]
 
 
