@@ -320,10 +320,11 @@ def test_models_of_hugging_face(tmp_path: Path) -> None:
 
 
 def test_a_check_of_measurements() -> None:
-    """Two real results: the reference has no error of its own, and the choice is one of the measured."""
-    folder = Path(__file__).parent.parent / "benchmarks"
-    for name in ("layouts-unshaped", "layouts-100mbit"):
-        (found,) = check(folder / name / "layouts.json", CPU)
+    """Six real results: the reference has no error of its own, and the choice is one of the measured."""
+    folder = Path(__file__).parent.parent / "benchmarks" / "planner"
+    checks = [found for name in ("hidden-512", "hidden-768") for found in check(folder / name / "layouts.json", CPU)]
+    assert len(checks) == 6  # two models, three networks
+    for found in checks:
         assert len(found.steps) == 10
         assert found.reference == "(2,2,2)"
         assert found.error(next(step for step in found.steps if step.cuboid == "(2,2,2)")) == 0
