@@ -261,7 +261,7 @@ def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None)
     of low precision are summed in fp32. The memory of x is used up.
 
     Of two ranks one sends its tensor and the other adds it, which moves the least. Of p ranks gloo's reduce moves
-    1 + 1/p times the least, but no rank has to take in everyone's tensor alone.
+    1 + 1/p times the least, but no rank has to take in everyone's tensor alone. Between hosts sums go the way back.
     """
     dtype, sum_in = dtype or x.dtype, torch.promote_types(x.dtype, torch.float32)
     if axis.size == 1 or not x.numel():
@@ -273,7 +273,7 @@ def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None)
         other = torch.empty_like(x) if mine else x
         work = dist.broadcast(other, group=axis.group, group_src=1 - target, async_op=True)
         return Flight([work], lambda: (x.to(sum_in) + other).to(dtype) if mine else nothing, span, axis)
-    work = dist.reduce(x, group=axis.group, group_dst=target, async_op=True)
+    work = dist.reduce(x, group=axis.back or axis.group, group_dst=target, async_op=True)
     return Flight([work], lambda: x.to(dtype) if mine else nothing, span, axis)
 
 

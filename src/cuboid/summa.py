@@ -14,8 +14,7 @@ A table [V/y, d/z] is a weight the other way round: the head's logits are (2), t
 (1) with one-hot tokens, which every rank of z has, so the table alone moves; its gradient is (3) likewise.
 
 Each is a `sweep` over i: the next blocks are on their way while these are multiplied, and the last sums while the next
-are made. Blocks of several turns come from as many ranks, so that more than one link is busy. Saved for backward:
-shards.
+are made. Saved for backward: shards.
 """
 
 from collections import deque
@@ -40,20 +39,36 @@ Flights = Sequence[Flight]
 AHEAD = 2  # turns
 
 
+def turns(q: int) -> list[int]:
+    """Every i of q, from 0 on: neighbours on an axis may share a host, so one turn's blocks come from its first half
+    and the next one's from its second, and both halves' links are busy.
+
+    >>> turns(8)
+    [0, 4, 1, 5, 2, 6, 3, 7]
+    """
+    return sorted(range(q), key=lambda i: i % -(-q // 2))
+
+
 def sweep(q: int, launch: Callable[[int], Flights], work: Callable[..., Flights]) -> list[list[Tensor]]:
     """For each i of q, `work(i, *blocks)` with what `launch(i)` sent for, AHEAD turns before. The flights it returns
-    are awaited as many turns later; what they brought is returned, for each i."""
-    brought: list[list[Tensor]] = []
-    blocks = deque(launch(i) for i in range(min(AHEAD, q)))
-    sums: deque[Flights] = deque()
-    for i in range(q):
+    are awaited as many turns later; what they brought is returned, by i."""
+    order, brought = turns(q), {}
+    blocks = deque(launch(i) for i in order[:AHEAD])
+    sums: deque[tuple[int, Flights]] = deque()
+
+    def land() -> None:
+        i, flights = sums.popleft()
+        brought[i] = [flight.wait() for flight in flights]
+
+    for turn, i in enumerate(order):
         landed = [flight.wait() for flight in blocks.popleft()]
-        if i + AHEAD < q:
-            blocks.append(launch(i + AHEAD))
-        sums.append(work(i, *landed))
+        blocks.extend(launch(i) for i in order[turn + AHEAD :][:1])
+        sums.append((i, work(i, *landed)))
         if len(sums) > AHEAD:
-            brought.append([flight.wait() for flight in sums.popleft()])
-    return [*brought, *([flight.wait() for flight in flights] for flights in sums)]
+            land()
+    while sums:
+        land()
+    return [brought[i] for i in range(q)]
 
 
 # Linears
