@@ -22,7 +22,7 @@ from cuboid.config import ModelConfig
 from cuboid.launch import Pool
 from cuboid.mesh import Cuboid
 
-STEPS = 3  # a turn: the first ones still make the memory that the others use again
+STEPS = 5  # a turn: the first ones still make the memory that the others use again
 
 
 @dataclass(frozen=True)
