@@ -94,5 +94,5 @@ def in_step(parts: Sequence[Steps]) -> list[Any]:
         work, sent = work + pause.work, sent + pause.sent
         part.ready, part.work, part.done = clock, pause.work, part.done + 1
         if pause.sent:
-            part.ready = link = max(link, clock) + pause.sent * STEP_PER_FORWARD * work / sent
+            part.ready = link = max(link, clock) + pause.sent * STEP_PER_FORWARD * (work or sent) / sent
     return results
