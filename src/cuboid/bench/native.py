@@ -4,6 +4,7 @@ The plan is torchtitan's for Llama, for GPT-2 too. Gathers of weights are prefet
 What torch does not hide it does not hide here: activations over tp and, as shipped, reduce-scatters on a CPU.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -66,6 +67,8 @@ class Native:
                 f"choose sizes whose product is {world.size}"
             )
         check_model(config, tp)
+        # every rank would be told at every step that the norm of gradients takes two small all-reduces
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self.config, self.ideal = config, ideal
         self.cuboid = Cuboid(fsdp, tp)  # the same cuts and the same order of ranks
         self.coordinates = self.cuboid.coordinates(world.rank)
