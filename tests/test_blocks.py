@@ -189,3 +189,14 @@ def test_a_device_mesh_of_torch(pool: Pools) -> None:
     assert name == "(1,2,2) × data=2 data,y,x,z"
     assert loss == pytest.approx(same, rel=1e-12)
     assert "dims named ('x', 'tp')" in pool(8).run(over, (4, 2), ("x", "tp"))[0]
+
+
+def test_the_norm_of_a_large_gradient() -> None:
+    """Of millions of numbers in fp32, whose sum in fp32 alone would be off by a thousandth."""
+    model = encoder.Encoder(Serial(encoder.CONFIG.replace(vocab=1 << 17)))
+    parameters, generator = list(model.parameters()), torch.Generator().manual_seed(0)
+    gradients = [torch.randn(parameter.shape, generator=generator) for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    wanted = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
+    assert abs(model.gradient_norm() / wanted - 1) < 1e-8

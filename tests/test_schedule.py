@@ -18,13 +18,14 @@ from sharded import EXACT, Case, compare
 from tiny import on, tiny, write_text
 from torch import Tensor
 
+from cuboid.comm import Pause, Steps
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
 from cuboid.measure import Memory
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer
 from cuboid.parallel.cuboid import CuboidParallel, suitable_schedule
-from cuboid.schedule import OFF, PREFETCH, Schedule
+from cuboid.schedule import OFF, PREFETCH, Schedule, in_step
 from cuboid.trace import Phase, Trace, draw, events, save
 from cuboid.train.loop import Trainer
 
@@ -97,6 +98,19 @@ def test_what_is_launched_when(pool: Pools) -> None:
     assert order[PREFETCH][last:].count("y") > order[OFF][len(order[OFF]) - 1 - order[OFF][::-1].index("x") :].count(
         "y"
     )
+
+
+def test_parts_that_only_send_fly_together() -> None:
+    """As the embedding's do: all are launched before the first is awaited."""
+    order: list[str] = []
+
+    def sends(name: str) -> Steps:
+        order.append(f"{name} launched")
+        yield Pause(sent=1)
+        order.append(f"{name} awaited")
+
+    in_step([sends(name) for name in "abc"])
+    assert order == [f"{name} {done}" for done in ("launched", "awaited") for name in "abc"]
 
 
 def test_without_overlap_all_is_waited_for_at_once(pool: Pools) -> None:
