@@ -31,8 +31,10 @@ class Lookup:
 
 def lookup(tables: Sequence[tuple[Weights, nn.Parameter]], call: Lookup) -> Steps:
     """Σ over tables of the rows of `call.ids` -> [s/y, b, d]"""
-    launched = _Launch.apply(call, *(W[table] for W, table in tables))
-    yield Pause()
+    values = [W[table] for W, table in tables]
+    launched = _Launch.apply(call, *values)
+    row = values[0].shape[1] * values[0].element_size()
+    yield Pause(sent=call.ids[0].numel() * row * (1 - 1 / call.y.size))
     return _Wait.apply(launched, call)
 
 

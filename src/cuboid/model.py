@@ -79,9 +79,10 @@ class Transformer(Model):
         def weights(i: int) -> Iterator[Any]:
             block = self.blocks[i]
             if i not in held:
-                if ahead and not held:
-                    self._prefetch(i)
+                alone = not held
                 held[i] = self.parallel.gather(self._buckets[block], opened[block])
+                if ahead and alone:
+                    self._prefetch(i)  # once these are here: they would share the link, and all would wait longer
             yield held[i]
             left[i] += 1
             if left[i] == parts:

@@ -25,6 +25,7 @@ from cuboid.cluster import Cluster
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
 from cuboid.mesh import Cuboid
+from cuboid.parallel.cuboid import Policy
 from cuboid.trace import Phase, Trace, draw
 
 SHAPES = (Cuboid(2, 1, 1), Cuboid(1, 2, 1), Cuboid(1, 1, 2), Cuboid(2, 2, 2))
@@ -158,8 +159,8 @@ def even_rate(off: Contestant, problem: Problem, probe: Times) -> float:
 
 def overlap(rounds: int, out: Path, console: Console, hidden: int = 1024, only: Sequence[str] = ("",)) -> list[Found]:
     """Two hosts of one rank each on each axis, and eight on (2,2,2); of these those that begin with one of `only`."""
-    model = ModelConfig("gpt2", layers=6, hidden=hidden, heads=16, vocab=512, context=128, tied=False)
-    problem, found = Problem(model, 16, 128), []
+    model = ModelConfig("gpt2", layers=8, hidden=hidden, heads=16, vocab=512, context=128, tied=False)
+    problem, found = Problem(model, 16, 128, Policy()), []
     out.mkdir(parents=True, exist_ok=True)
     for shape in (shape for shape in SHAPES if str(shape).startswith(tuple(only))):
         rows, traces = measure(shape, problem, rounds, console)
