@@ -14,8 +14,8 @@ AG_m and RS_m of the weights are the bucket's (weights.py); the rest is here, as
 
     node       forward                            backward
     launch     launch AG_n(X)                     wait for dX
-    multiply   wait, multiply, launch RS_k(Y)     wait for dY; (2), launch RS_n(dX); (3) under it
-    finish     wait for Y, add the bias           launch AG_k(dY)
+    multiply   wait, multiply, launch RS_k(Y)     wait for dY; (2), launch RS_n(dX); wait for X; (3)
+    finish     wait for Y, add the bias           launch AG_k(dY), and AG_n(X) unless it was kept
 
 X may be cut over n by tokens or by heads, Y over k likewise. Cut by heads, the gathered tensor is a stack of blocks,
 one per rank, and the product is written block by block, so that neither gather nor scatter needs a copy.
@@ -64,7 +64,7 @@ class Product:
     b: int = 0
     X_s: Tensor | None = None
     bias: list[Tensor | None] = field(default_factory=list)
-    # of each chunk, and of Y and dY each out of it
+    # of each chunk, and of Y and dY each out of it; X again in backward
     X: list[Flight] = field(default_factory=list)
     Y: list[list[Flight]] = field(default_factory=list)
     dY: list[list[Flight]] = field(default_factory=list)
@@ -154,24 +154,21 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, launched: Tensor, call: Product, *parameters: Tensor) -> Tensor:
         ctx.call = call
-        assert call.X_s is not None
         values = dict(zip(map(id, call.parameters), parameters, strict=True))
-        kept = [] if call.retain else [call.X_s]
+        kept = []
         while call.X:
             X = call.X.pop(0).wait()
             call.Y.append([reduce_scatter(Y_mn, call.k) for Y_mn in outputs(X, call, values)])  # (1)
             if call.retain:
                 kept.append(X)
         ctx.save_for_backward(*kept)
-        call.bias, call.X_s = [bias_of(out, call, values) for out in call.outs], None
+        call.bias = [bias_of(out, call, values) for out in call.outs]
         return token(launched)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         call: Product = ctx.call
-        kept = ctx.saved_tensors
-        # again under dgrad's product
-        Xs = [landed(X) for X in kept] if call.retain else [all_gather(X, call.n) for X in call.cut_X(*kept)]
+        Xs, call.X = call.X or [landed(X) for X in ctx.saved_tensors], []
         Ws = [call.bucket.again(linear.weight) for linear in call.linears]
         dYs = []
         for flights in call.dY:
@@ -201,7 +198,9 @@ class _Finish(torch.autograd.Function):
         for out, flights, bias in zip(call.outs, zip(*call.Y, strict=True), call.bias, strict=True):
             Y_s = call.join_Y([unstack(flight.wait(), call.b) for flight in flights], out)
             Ys.append(Y_s if bias is None else Y_s.add_(bias))
-        call.Y, call.bias = [], []
+        if not call.retain:
+            ctx.save_for_backward(call.X_s)
+        call.Y, call.bias, call.X_s = [], [], None
         return tuple(Ys)
 
     @staticmethod
@@ -209,6 +208,7 @@ class _Finish(torch.autograd.Function):
         call: Product = ctx.call
         parts = [call.cut_Y(dY, out) for dY, out in zip(dYs, call.outs, strict=True)]
         call.dY = [[all_gather(dY, call.k) for dY in chunk] for chunk in zip(*parts, strict=True)]
+        call.X = [all_gather(X, call.n) for X_s in ctx.saved_tensors for X in call.cut_X(X_s)]
         call.bucket.launch_backward()
         return token(dYs[0]), None
 
