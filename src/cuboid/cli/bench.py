@@ -96,8 +96,9 @@ def bench(
     if what == "accuracy":
         accuracy(steps or (50 if quick else 200), out, console, only or [""])
         return
+    policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     if what == "overlap":
-        overlap(rounds or (2 if quick else 5), out, console, hidden or 1024, only or [""])
+        overlap(rounds or (2 if quick else 5), out, console, hidden or 1024, only or [""], policy)
         return
     if what == "cpu":
         for size in _whole_numbers(ranks or "8"):
@@ -120,7 +121,6 @@ def bench(
             )
     seq, hidden, heads = seq or own.seq, hidden or own.hidden, heads or own.heads
     model = ModelConfig("gpt2", layers or own.layers, hidden, heads, vocab or own.vocab, context=seq, tied=False)
-    policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     base = Problem(model, batch or own.batch, seq, policy)
     trials = []
     for size in sizes:
