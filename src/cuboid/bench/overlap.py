@@ -3,6 +3,8 @@
 Off, every collective is awaited where it is launched. So its step is compute alone and communication alone, one after
 the other, and tells both: the time waited, and the rest. A link's rate is chosen from them so that communication takes
 as long as compute, half as long, or twice as long. At best a step with the schedule on takes the longer of the two.
+Eight ranks share their cores with one another and with TCP: there the rate is such that a link takes as long over its
+bytes as the cores over the whole step.
 """
 
 import json
@@ -118,7 +120,8 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> t
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
         probe = min(slowest(pool.run(steps, off, problem, 2)), key=lambda times: times.step)
         tcp = sum(each.cpu for each in pool.run(bare, on, problem))
-    found, traces, even = [], {}, even_rate(off, problem, probe)
+    found, traces = [], {}
+    even = even_rate(off, problem, probe) if shape.ranks == 2 else 8e-6 * probe.crossed / probe.step
     for ratio in RATIOS if shape.ranks == 2 else RATIOS[:1]:
         rate = f"{even / ratio:.1f}mbit"
         console.print(f"{shape}: communication : compute = {ratio:g}, {rate} a host", highlight=False)
