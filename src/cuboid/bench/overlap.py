@@ -161,11 +161,18 @@ def even_rate(off: Contestant, problem: Problem, probe: Times) -> float:
 
 
 def overlap(
-    rounds: int, out: Path, console: Console, hidden: int = 1024, only: Sequence[str] = ("",), policy: Policy = Policy()
+    rounds: int,
+    out: Path,
+    console: Console,
+    only: Sequence[str] = ("",),
+    policy: Policy = Policy(),
+    layers: int = 8,
+    hidden: int = 1024,
+    batch: int = 16,
 ) -> list[Found]:
     """Two hosts of one rank each on each axis, and eight on (2,2,2); of these those that begin with one of `only`."""
-    model = ModelConfig("gpt2", layers=8, hidden=hidden, heads=16, vocab=512, context=128, tied=False)
-    problem, found = Problem(model, 16, 128, policy), []
+    model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=128, tied=False)
+    problem, found = Problem(model, batch, 128, policy), []
     out.mkdir(parents=True, exist_ok=True)
     for shape in (shape for shape in SHAPES if str(shape).startswith(tuple(only))):
         rows, traces = measure(shape, problem, rounds, console)
