@@ -61,7 +61,7 @@ def plot_curves(curves: Mapping[str, Sequence[float]], path: Path, title: str) -
     bottom.set_yscale("log")
     bottom.set_ylabel(f"relative difference\nto {names[0]}")
     if len(names) > 1:
-        bottom.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+        bottom.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize="small")
     _finish(figure, (top, bottom), path)
 
 
