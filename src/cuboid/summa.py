@@ -62,7 +62,8 @@ def sweep(q: int, launch: Callable[[int], Flights], work: Callable[..., Flights]
 
     for turn, i in enumerate(order):
         landed = [flight.wait() for flight in blocks.popleft()]
-        blocks.extend(launch(i) for i in order[turn + AHEAD :][:1])
+        if turn + AHEAD < q:
+            blocks.append(launch(order[turn + AHEAD]))
         sums.append((i, work(i, *landed)))
         if len(sums) > AHEAD:
             land()

@@ -161,14 +161,7 @@ def even_rate(off: Contestant, problem: Problem, probe: Times) -> float:
 
 
 def overlap(
-    rounds: int,
-    out: Path,
-    console: Console,
-    only: Sequence[str] = ("",),
-    policy: Policy = Policy(),
-    layers: int = 8,
-    hidden: int = 1024,
-    batch: int = 16,
+    rounds: int, out: Path, console: Console, only: Sequence[str], policy: Policy, layers: int, hidden: int, batch: int
 ) -> list[Found]:
     """Two hosts of one rank each on each axis, and eight on (2,2,2); of these those that begin with one of `only`."""
     model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=128, tied=False)

@@ -98,8 +98,8 @@ def bench(
         return
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     if what == "overlap":
-        model_sizes = {"layers": layers or 8, "hidden": hidden or 1024, "batch": batch or 16}
-        overlap(rounds or (2 if quick else 5), out, console, only or [""], policy, **model_sizes)
+        turns = rounds or (2 if quick else 5)
+        overlap(turns, out, console, only or [""], policy, layers or 8, hidden or 1024, batch or 16)
         return
     if what == "cpu":
         for size in _whole_numbers(ranks or "8"):
