@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cuboid.bench.contestant import begin_with
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
 from cuboid.mesh import Cuboid, Mesh
@@ -55,10 +56,8 @@ def curve(world: World, config: TrainConfig, layout: Layout, name: str) -> list[
 def accuracy(steps: int, out: Path, console: Console, only: Sequence[str] = ("",)) -> None:
     """The demo's model and text, dropout included, in fp32: serial's curve, and of the others those that begin with one
     of `only`."""
-    chosen = {name: who for name, who in CONTESTANTS.items() if name == "serial" or name.startswith(tuple(only))}
-    for each in only:
-        if not any(name.startswith(each) for name in chosen):
-            raise ValueError(f"--only {each!r} is the beginning of none of {', '.join(CONTESTANTS)}")
+    asked = ["serial", *begin_with(only, list(CONTESTANTS))]
+    chosen = {name: who for name, who in CONTESTANTS.items() if name in asked}
     config = load(None, [f"schedule.steps={steps}", f"schedule.warmup={min(steps, 20)}", "model.dropout=0.1"])
     curves: dict[str, list[float]] = {}
     for name, (ranks, layout) in chosen.items():

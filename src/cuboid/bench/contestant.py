@@ -1,6 +1,6 @@
 """The ways of spreading one model over the same ranks, each ready to take training steps."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isqrt
@@ -223,3 +223,11 @@ def possible(contestants: Iterable[Contestant], problem: Problem) -> list[Contes
             continue
         found.append(contestant)
     return found
+
+
+def begin_with(only: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names that begin with one of `only`, each of which must begin some."""
+    for each in only:
+        if not any(name.startswith(each) for name in names):
+            raise ValueError(f"--only {each!r} is the beginning of none of {', '.join(names)}")
+    return [name for name in names if name.startswith(tuple(only))]

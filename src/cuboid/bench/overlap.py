@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.bench.bare import bare
-from cuboid.bench.contestant import Contestant, ModelRunner
+from cuboid.bench.contestant import Contestant, ModelRunner, begin_with
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Spread, machine
 from cuboid.bench.turn import Times, slowest, take_step, timed_step, turn
@@ -166,8 +166,9 @@ def overlap(
     """Two hosts of one rank each on each axis, and eight on (2,2,2); of these those that begin with one of `only`."""
     model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=128, tied=False)
     problem, found = Problem(model, batch, 128, policy), []
+    names = begin_with(only, [str(shape) for shape in SHAPES])
     out.mkdir(parents=True, exist_ok=True)
-    for shape in (shape for shape in SHAPES if str(shape).startswith(tuple(only))):
+    for shape in (shape for shape in SHAPES if str(shape) in names):
         rows, traces = measure(shape, problem, rounds, console)
         found += rows
         path = out / f"overlap-{shape.x}{shape.y}{shape.z}.png"

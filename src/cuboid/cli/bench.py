@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from cuboid.bench.accuracy import accuracy
-from cuboid.bench.contestant import Contestant, every, possible, scaling
+from cuboid.bench.contestant import begin_with, every, possible, scaling
 from cuboid.bench.cpu import cpu
 from cuboid.bench.overlap import overlap
 from cuboid.bench.plot import draw
@@ -127,7 +127,8 @@ def bench(
     for size in sizes:
         problem = base.grown(size, sizes[0]) if what == "weak" else base
         found = every(problem, size) if what == "layouts" else scaling(problem, size, ranks_per_host)
-        chosen = _chosen(possible(found, problem), only or [""])
+        able = {contestant.name: contestant for contestant in possible(found, problem)}
+        chosen = [able[name] for name in begin_with(only or [""], list(able))]
         for each in rates:
             apart = bool(each) or under_torchrun()
             trials.append(Trial(replace(problem, apart=apart), size, chosen, each))
@@ -145,10 +146,3 @@ def _whole_numbers(text: str) -> list[int]:
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"--ranks {text!r} is not a list of whole numbers; write 8 or 8,16,64")
     return [int(part) for part in parts]
-
-
-def _chosen(contestants: list[Contestant], only: list[str]) -> list[Contestant]:
-    for each in only:
-        if not any(c.name.startswith(each) for c in contestants):
-            raise ValueError(f"--only {each!r} is the beginning of none of {', '.join(c.name for c in contestants)}")
-    return [c for c in contestants if c.name.startswith(tuple(only))]
