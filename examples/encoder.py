@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cuboid import CuboidParallel, Loss, Mesh, ModelConfig, World, launch
-from cuboid.comm import Steps, run
+from cuboid.flight import Steps, run
 from cuboid.nn import MLP, Attention, Model, Norm, Table
 from cuboid.parallel import Parallel, Place
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from texts import write_tokenizer
 from tiny import Cuboid, Said
 
 from cuboid.cli import main
@@ -66,3 +67,10 @@ def cuboid(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
         return Said(int(ended.value.code or 0), out, err)
 
     return run
+
+
+@pytest.fixture
+def bpe(tmp_path: Path) -> Path:
+    folder = tmp_path / "a tokenizer"
+    folder.mkdir()
+    return write_tokenizer(folder)

@@ -20,8 +20,8 @@ from cuboid.comm import (
     collective,
     gather_pieces,
     reduce_scatter,
-    run,
 )
+from cuboid.flight import run
 from cuboid.launch import Pool, World
 from cuboid.mesh import Axis, Cuboid, Mesh
 

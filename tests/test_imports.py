@@ -27,6 +27,7 @@ CORE = (
     "fuse",
     "activation",
     "attention",
+    "flight",
     "comm",
     "schedule",
     "weights",

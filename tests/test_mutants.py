@@ -15,8 +15,8 @@ from sharded import Case, compare, wrong
 from torch import Tensor
 
 from cuboid import product, weights
-from cuboid.comm import Steps
 from cuboid.config import ModelConfig
+from cuboid.flight import Steps
 from cuboid.launch import Pool, RankError, World
 from cuboid.mesh import Axis, Cuboid
 from cuboid.parallel.cuboid import SPECS, CuboidParallel

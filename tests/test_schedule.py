@@ -18,8 +18,8 @@ from sharded import EXACT, Case, compare
 from tiny import on, tiny, write_text
 from torch import Tensor
 
-from cuboid.comm import Pause, Steps
 from cuboid.config import ModelConfig
+from cuboid.flight import Pause, Steps
 from cuboid.launch import Pool, World
 from cuboid.measure import Memory
 from cuboid.mesh import Cuboid, Mesh

@@ -10,9 +10,10 @@ import torch
 from sharded import Case, batch_of, compare, on_squares, relative, wrong
 from torch import Tensor
 
-from cuboid.comm import Flight, broadcast, landed, reduce
+from cuboid.comm import broadcast, reduce
 from cuboid.config import ModelConfig
 from cuboid.cost.two_d import two_d_cost
+from cuboid.flight import Flight, landed
 from cuboid.generate import Sampling, generate
 from cuboid.launch import Pool, World
 from cuboid.loss import Loss

@@ -19,8 +19,9 @@ import torch
 from tiny import on, settings, tiny, write_text
 from torch import Tensor
 
-from cuboid import comm, product
+from cuboid import product
 from cuboid.comm import all_gather, all_reduce
+from cuboid.flight import Flight
 from cuboid.journal import Account, Journal, explain
 from cuboid.launch import Pool, World, launch
 from cuboid.mesh import Cuboid, Mesh
@@ -71,10 +72,10 @@ def strike(name: str, after: int) -> None:
     """From its `after`th call on, a function raises."""
     real, left = getattr(product, name), iter(range(after))
 
-    def struck(x: Tensor, axis: object) -> comm.Flight:
+    def struck(x: Tensor, axis: object) -> Flight:
         if next(left, None) is None:
             raise KeyError("the cause")
-        flight: comm.Flight = real(x, axis)
+        flight: Flight = real(x, axis)
         return flight
 
     setattr(product, name, struck)

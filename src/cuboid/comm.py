@@ -13,100 +13,20 @@
 Over an axis of size 1 nothing is launched, counted or copied.
 """
 
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cuboid.flight import Flight, Pause, Steps, landed, token
 from cuboid.ledger import Span
 from cuboid.mesh import Axis
 
 LEAST_ALONE = 1 << 19  # bytes: below them a message of its own costs more than a copy
-
-
-class Pause(NamedTuple):
-    """Where a block of the model can be suspended. Sizes are as large on every rank: turns are taken by them."""
-
-    sent: float = 0  # bytes on their way that it will wait for
-    work: float = 0  # FLOPs that it will then do
-
-
-#: What a block of the model is: a generator that yields wherever a collective has been launched but is not yet
-#: needed, so that something else can run there, and returns its value at the end.
-Steps = Generator[Pause, None, Any]
-
-
-def run(steps: Steps) -> Any:
-    """Play the steps straight through."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
-class Flight:
-    """A collective under way."""
-
-    def __init__(
-        self,
-        works: Sequence[dist.Work],
-        result: Callable[[], Tensor],
-        span: Span | None = None,
-        axis: Axis | None = None,
-    ) -> None:
-        self._works, self._result, self._span, self._axis = works, result, span, axis
-        self._number = 0 if axis is None or axis.journal is None else axis.journal.count
-        if works and span is not None and axis is not None:
-            self._clock_start(works, span, axis)
-            if not axis.overlap:
-                self._land()
-
-    def wait(self) -> Tensor:
-        self._land()
-        return self._result()
-
-    def _land(self) -> None:
-        works, self._works = self._works, ()
-        if works and self._span is not None and self._axis is not None:
-            self._clock_wait(works, self._span, self._axis)
-
-    # Time. On a CPU the completing thread stamps the clock; on a GPU `wait` only makes the stream wait, so events are
-    # recorded on it and read later, when the ledger is.
-
-    def _clock_start(self, works: Sequence[dist.Work], span: Span, axis: Axis) -> None:
-        if dist.get_backend(axis.group) == "gloo":
-            for work in works:
-                work.get_future().add_done_callback(lambda _: axis.ledger.landed(span, time.perf_counter()))
-        elif torch.cuda.is_available():
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            self._events[0].record()
-
-    def _clock_wait(self, works: Sequence[dist.Work], span: Span, axis: Axis) -> None:
-        events, ledger = getattr(self, "_events", None), axis.ledger
-        if events is None:
-            start = time.perf_counter()
-            for work in works:
-                work.wait() if axis.journal is None else axis.journal.wait(work, self._number)
-            ledger.waited(span, start, time.perf_counter())
-            return
-        events[1].record()
-        for work in works:
-            work.wait()
-        events[2].record()
-
-        def settle() -> None:
-            events[2].synchronize()
-            start, stop = (span.launched + events[0].elapsed_time(event) / 1e3 for event in events[1:])
-            ledger.waited(span, start, stop)
-            ledger.landed(span, stop)
-
-        ledger.later(settle)
 
 
 def _blocking(kind: str, axis: Axis) -> AbstractContextManager[None]:
@@ -119,11 +39,6 @@ def _launched(kind: str, x: Tensor, axis: Axis, times: int = 1) -> Span:
     if axis.journal is not None:
         axis.journal.note(kind, x.shape, x.dtype)
     return axis.ledger.launched(axis.name, kind, _sent(x, axis, times))
-
-
-def landed(x: Tensor) -> Flight:
-    """A flight that is already over."""
-    return Flight((), lambda: x)
 
 
 def _sent(x: Tensor, axis: Axis, times: int = 1) -> int:
@@ -325,11 +240,6 @@ class _Call:
         assert self.flight is not None
         flight, self.flight = self.flight, None
         return flight.wait()
-
-
-def token(like: Tensor) -> Tensor:
-    """An empty tensor: ties one autograd node to the next where the value itself is in flight."""
-    return like.new_empty(0)
 
 
 class _Launch(torch.autograd.Function):

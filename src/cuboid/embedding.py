@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm import Flight, Pause, Steps, all_gather, reduce_scatter, token
+from cuboid.comm import all_gather, reduce_scatter
+from cuboid.flight import Flight, Pause, Steps, token
 from cuboid.mesh import Axis
 from cuboid.weights import Weights
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm import Flight, Pause, Steps, all_gather, all_reduce, reduce_scatter, token
+from cuboid.comm import all_gather, all_reduce, reduce_scatter
+from cuboid.flight import Flight, Pause, Steps, token
 from cuboid.layout import ceil_div
 from cuboid.loss import Loss
 from cuboid.mesh import Mesh

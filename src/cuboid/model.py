@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.attention import Cache
-from cuboid.comm import Steps, run
+from cuboid.flight import Steps, run
 from cuboid.loss import Loss
 from cuboid.nn import Block, Model, Norm, Table, recomputed
 from cuboid.parallel import Parallel, Place

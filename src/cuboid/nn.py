@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cuboid.activation import gelu, swiglu
 from cuboid.attention import Cache
-from cuboid.comm import Pause, Steps, all_reduce, run
+from cuboid.comm import all_reduce
+from cuboid.flight import Pause, Steps, run
 from cuboid.layout import Spec
 from cuboid.mesh import Mesh
 from cuboid.parallel import Attend, Parallel, Place, Role

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm import Flight, Pause, Steps, all_gather, all_reduce, token
+from cuboid.comm import all_gather, all_reduce
+from cuboid.flight import Flight, Pause, Steps, token
 from cuboid.fuse import Fuse, plain
 from cuboid.mesh import Axis
 from cuboid.weights import Bucket, Weights

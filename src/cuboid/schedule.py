@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cuboid.comm import Steps
+from cuboid.flight import Steps
 from cuboid.fuse import Fuse, compiled, plain
 
 
@@ -63,7 +63,7 @@ def in_step(parts: Sequence[Steps]) -> list[Any]:
     before one that computes, and the one ahead before the others; so they spread out, and links and cores are both
     kept busy. Sizes are the same on all ranks, hence the order is, whatever the time.
 
-    >>> from cuboid.comm import Pause
+    >>> from cuboid.flight import Pause
     >>> def counts(name):
     ...     for i in range(2):
     ...         print(name, i)

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.comm import Flight, all_gather, all_reduce, broadcast, reduce
+from cuboid.comm import all_gather, all_reduce, broadcast, reduce
+from cuboid.flight import Flight
 from cuboid.layout import Range, cut
 from cuboid.loss import Loss
 from cuboid.mesh import Mesh

@@ -19,7 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm import Flight, all_gather, all_reduce, landed, reduce_scatter, token
+from cuboid.comm import all_gather, all_reduce, reduce_scatter
+from cuboid.flight import Flight, landed, token
 from cuboid.layout import Spec, ceil_div
 from cuboid.mesh import Mesh
 

@@ -31,9 +31,10 @@ from torch.distributed.tensor.parallel import (
 
 from cuboid.bench.count import Tally
 from cuboid.bench.native_model import NativeTransformer, first_values
-from cuboid.comm import Flight, all_reduce, gather_pieces, reduce_scatter
+from cuboid.comm import all_reduce, gather_pieces, reduce_scatter
 from cuboid.config import ModelConfig
 from cuboid.cost.native import check_batch, check_model
+from cuboid.flight import Flight
 from cuboid.launch import World
 from cuboid.layout import Spec
 from cuboid.ledger import Ledger

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.attention import Cache
-from cuboid.comm import Steps
 from cuboid.config import ModelConfig
+from cuboid.flight import Steps
 from cuboid.layout import Spec
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Mesh

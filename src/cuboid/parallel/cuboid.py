@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.attention import attend, attend_both_ways, attend_cached, rotate, rotation
-from cuboid.comm import Steps, collective
+from cuboid.comm import collective
 from cuboid.config import ModelConfig
 from cuboid.embedding import Lookup, lookup
+from cuboid.flight import Steps
 from cuboid.head import Head, chunk_rows, head_loss
 from cuboid.layout import Spec, ceil_div, cut, round_up
 from cuboid.loss import Loss

@@ -28,9 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.attention import rotation
-from cuboid.comm import COLLECTIVES, TRANSPOSE, Flight, Kind, Pause, Steps, all_gather, all_reduce, collective, token
+from cuboid.comm import COLLECTIVES, TRANSPOSE, Kind, all_gather, all_reduce, collective
 from cuboid.config import ModelConfig
 from cuboid.embedding import Lookup, lookup
+from cuboid.flight import Flight, Pause, Steps, token
 from cuboid.head import chunk_rows
 from cuboid.layout import Spec, ceil_div, cut, round_up
 from cuboid.loss import Loss

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.attention import attend, attend_both_ways, attend_cached, rotate, rotation
-from cuboid.comm import Steps
 from cuboid.config import ModelConfig
+from cuboid.flight import Steps
 from cuboid.layout import Spec
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh

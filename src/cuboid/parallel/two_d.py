@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from cuboid import summa
 from cuboid.attention import rotation
-from cuboid.comm import Steps
 from cuboid.config import ModelConfig
+from cuboid.flight import Steps
 from cuboid.layout import Spec, cut, round_up
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.comm import Pause, Steps, run
 from cuboid.config import ModelConfig
+from cuboid.flight import Pause, Steps, run
 from cuboid.model import Recompute
 from cuboid.parallel.cuboid import Policy
 from cuboid.plan.shared import SharedTape

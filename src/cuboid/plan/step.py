@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from cuboid.comm import Pause, Steps, run
+from cuboid.flight import Pause, Steps, run
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Layer, Work
 from cuboid.plan.sizes import Sizes, Weight
