@@ -60,10 +60,17 @@ def test_low_precision_stays_within_its_rounding(
 
 
 @pytest.mark.parametrize(
-    "change", ["data.micro_batches=2", "memory.checkpoint=full", "memory.checkpoint=selective"], ids=str
+    "changes",
+    [
+        "data.micro_batches=2",
+        "data.micro_batches=2 overlap.parts=2",
+        "memory.checkpoint=full",
+        "memory.checkpoint=selective",
+    ],
+    ids=str,
 )
-def test_what_saves_memory_changes_nothing(change: str, text: Path, reference: Curve, pool: Pools) -> None:
-    found = curve_of(pool, tiny(text, *on("2,2,1"), DROPOUT, change), 4)
+def test_what_saves_memory_or_time_changes_nothing(changes: str, text: Path, reference: Curve, pool: Pools) -> None:
+    found = curve_of(pool, tiny(text, *on("2,2,1"), DROPOUT, *changes.split()), 4)
     assert furthest(found, reference[:4]) < SAME
 
 

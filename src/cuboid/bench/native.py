@@ -204,11 +204,11 @@ class ReduceScatter(Protocol):
 
 
 def shard(model: NativeTransformer, mesh: DeviceMesh, reshard: bool, custom: ReduceScatter | None) -> None:
-    """A group a block. The head's weights stay from forward to backward, which begins with it; the embedding's, unless
-    the head's too, are not needed there."""
+    """A group a block. The head's weights and the last block's stay from forward to backward, which begins with them;
+    the embedding's, unless the head's too, are not needed there."""
     groups: list[Any] = [*model.blocks]
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard and block is not groups[-1])
     if model.config.tied:
         groups.insert(0, model)
     else:

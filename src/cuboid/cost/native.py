@@ -74,12 +74,12 @@ class _Step(Counter):
         at = cuboid.coordinates(rank)
         super().__init__(cuboid, at)
         self.axes, self.at = {"fsdp": fsdp, "tp": tp}, {"fsdp": at["x"], "tp": at["y"]}
-        self.c, self.e, self.reshard = config, size, reshard
+        self.c, self.e = config, size
         self.scattering = "all_to_all" if ideal else "reduce_scatter"
         self.tokens = batch // fsdp * seq
         self.embedding(seq)
-        for _ in range(config.layers):
-            self.block()
+        for layer in range(config.layers):
+            self.block(gathers=2 if reshard and layer < config.layers - 1 else 1)
         self.head()
 
     def gather(self, axis: str, whole: int) -> None:
@@ -122,13 +122,13 @@ class _Step(Counter):
             self.pair(seq * d)
         self.group(tables + self.norm() if self.c.tied else tables)
 
-    def block(self) -> None:
+    def block(self, gathers: int) -> None:
         c, tp = self.c, self.axes["tp"]
         into = [n // tp for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * (2 if c.gated else 1))]
         parameters = [(n, c.hidden) for n in into] + [(c.hidden, k // tp) for k in (c.q_dim, c.ffn)]
         if c.bias:
             parameters += [(n, 1) for n in (*into, c.hidden, c.hidden)]
-        self.group(parameters + self.norm() + self.norm(), gathers=2 if self.reshard else 1)
+        self.group(parameters + self.norm() + self.norm(), gathers)
         for _ in range(4):  # into and out of attention and the MLP
             self.pair(self.tokens * c.hidden)
 

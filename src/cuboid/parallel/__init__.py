@@ -55,9 +55,10 @@ class Place:
         """This rank's samples in so many equal parts, or in one where they cannot be cut so."""
         if count == 1 or len(self.samples) % count:
             return [self]
+        chunks = (each.chunk(count) for each in (self.samples, self.residual.b, self.logits.b))
         return [
-            replace(self, samples=b, residual=self.residual._replace(b=b), logits=self.logits._replace(b=b))
-            for b in self.samples.chunk(count)
+            replace(self, samples=samples, residual=self.residual._replace(b=b), logits=self.logits._replace(b=rows))
+            for samples, b, rows in zip(*chunks, strict=True)
         ]
 
     def take(self, whole: Tensor, fill: int) -> Tensor:
