@@ -136,10 +136,11 @@ def test_three_turns_are_alive_at_most() -> None:
 # The two collectives that are here alone
 
 
-def rooted(world: World, size: int) -> None:
+def rooted(world: World, size: int, per_host: int, mates: int) -> None:
     """Broadcasts from and reduces to every rank of a line, all under way at once, of values whose sum bf16 rounds."""
-    mesh = Mesh(Cuboid(1, size, 2), world.rank)
+    mesh = Mesh(Cuboid(1, size, 2), world.rank, per_host=per_host)
     y, at = mesh.y, range(size)
+    assert y.mates == mates
 
     def value(i: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.full((i + 1, 5), 256.0 if i == 0 else 1.0, dtype=dtype)  # the ranks' shapes differ
@@ -163,9 +164,13 @@ def rooted(world: World, size: int) -> None:
     mesh.close()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_broadcast_and_reduce(size: int, pool: Pools) -> None:
-    pool(2 * size).run(rooted, size)
+@pytest.mark.parametrize(
+    ("size", "per_host", "mates"),
+    [(2, 4, 1), (3, 6, 1), (4, 8, 1), (4, 4, 2), (6, 4, 2), (6, 6, 3), (3, 4, 1), (4, 2, 1)],
+)
+def test_broadcast_and_reduce(size: int, per_host: int, mates: int, pool: Pools) -> None:
+    """On one host; on several that have as many ranks of a line each, by hosts; with more on one than on another."""
+    pool(2 * size).run(rooted, size, per_host, mates)
 
 
 def over_one(world: World) -> bool:

@@ -167,6 +167,8 @@ def broadcast(x: Tensor, axis: Axis, source: int, shape: Sequence[int]) -> Fligh
     if not block.numel():
         return landed(block)
     span = _launched("broadcast", block, axis)
+    if 1 < axis.mates < axis.size:
+        return _broadcast_by_host(block, axis, source, span)
     work = dist.broadcast(block, group=axis.group, group_src=source, async_op=True)
     return Flight([work], lambda: block, span, axis)
 
@@ -188,8 +190,58 @@ def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None)
         other = torch.empty_like(x) if mine else x
         work = dist.broadcast(other, group=axis.group, group_src=1 - target, async_op=True)
         return Flight([work], lambda: (x.to(sum_in) + other).to(dtype) if mine else nothing, span, axis)
+    if 1 < axis.mates < axis.size:
+        total = _reduce_by_host(x, axis, target, span)
+        return Flight((), lambda: total.wait().to(dtype) if mine else nothing)
     work = dist.reduce(x, group=axis.back or axis.group, group_dst=target, async_op=True)
     return Flight([work], lambda: x.to(dtype) if mine else nothing, span, axis)
+
+
+# gloo's broadcast and reduce do not know of hosts: of a row of eight ranks on two hosts a broadcast crosses between
+# them up to five times. Where hosts have several ranks of an axis each, one of them, the head, takes what comes from
+# another host and hands it on, or sums what its host has and sends that: to each host everything crosses once.
+
+
+def _broadcast_by_host(block: Tensor, axis: Axis, source: int, span: Span) -> Flight:
+    head, heads, others = _heads(axis, source)
+    first = axis.index == source
+    work, rows = _messages(block, heads if first else [], [source] if axis.index in heads else [], axis)
+
+    def hand_on() -> Tensor:
+        mine = rows[0] if len(rows) else block
+        is_head = axis.index == head
+        work, handed = _messages(mine, others if is_head else [], [] if is_head else [head], axis)
+        return Flight([work], lambda: (mine if is_head else handed[0]).view(block.shape), span, axis).wait()
+
+    return Flight([work], hand_on, span, axis)
+
+
+def _reduce_by_host(x: Tensor, axis: Axis, target: int, span: Span) -> Flight:
+    """Of the target the sum, of the others something else."""
+    head, heads, others = _heads(axis, target)
+    is_head, last = axis.index == head, axis.index == target
+    work, rows = _messages(x, [] if is_head else [head], others if is_head else [], axis)
+    Flight([work], lambda: x, span, axis).wait()
+    total = _sum([x, *rows.view(-1, *x.shape)]) if is_head else x
+    work, sums = _messages(total, [target] if axis.index in heads else [], heads if last else [], axis)
+    return Flight([work], lambda: _sum([total, *sums.view(-1, *x.shape)]) if last else x, span, axis)
+
+
+def _heads(axis: Axis, one: int) -> tuple[int, list[int], list[int]]:
+    """For what comes from or goes to rank `one` of the axis: the head of this rank's host, those of the hosts that
+    `one` is not on, and the other ranks of this host. A head has the place on its host that `one` has on its own, so
+    that all take turns."""
+    start, place = axis.index // axis.mates * axis.mates, one % axis.mates
+    heads = [i for i in range(place, axis.size, axis.mates) if i != one]
+    return start + place, heads, [i for i in range(start, start + axis.mates) if i != start + place]
+
+
+def _messages(x: Tensor, to: Sequence[int], by: Sequence[int], axis: Axis) -> tuple[dist.Work, Tensor]:
+    """x to each of the ranks `to`, and a row from each of the ranks `by`."""
+    rows = x.new_empty((len(by), x.numel()))
+    there, here = ([x.numel() * (i in ranks) for i in range(axis.size)] for ranks in (to, by))
+    sent = x.view(-1).repeat(len(to))
+    return dist.all_to_all_single(rows.view(-1), sent, here, there, group=axis.group, async_op=True), rows
 
 
 def shift(x: Tensor, axis: Axis, by: int) -> Flight:

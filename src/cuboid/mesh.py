@@ -1,5 +1,6 @@
 """The block of devices: sizes and rank order (`Cuboid`), and the live groups as one rank sees them (`Mesh`)."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -114,6 +115,7 @@ class Axis:
     journal: Journal | None = field(default=None, compare=False)  # what was launched, for the watch
     hosts: int = 1  # that this rank's group is spread over
     back: dist.ProcessGroup | None = None  # a second group, for what goes from higher ranks to lower
+    mates: int = 1  # ranks of the group on each host, for broadcasts and sums that go by hosts
 
 
 class Mesh:
@@ -122,7 +124,8 @@ class Mesh:
     Every rank of the world must make the same meshes in the same order: making a group is itself collective. A rank
     that wants a mesh of its own asks for one `alone`. Without `overlap`, for comparison, nothing is hidden. `groups`
     that exist already, one for each axis longer than one, are used and never closed. A `watch` sees to it that no rank
-    waits for ever. Hosts have `per_host` ranks each, in order; None: all are on one.
+    waits for ever. Hosts have `per_host` ranks each, in order; None: all are on one. Without `by_host` broadcasts and
+    sums to one rank go as gloo sends them, whatever the hosts.
     """
 
     #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.
@@ -138,6 +141,7 @@ class Mesh:
         groups: Mapping[str, dist.ProcessGroup] | None = None,
         watch: Watch | None = None,
         per_host: int | None = None,
+        by_host: bool = True,
     ) -> None:
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if world != cuboid.ranks:
@@ -146,7 +150,7 @@ class Mesh:
                 f"start {cuboid.ranks} ranks or choose sizes whose product is {world}"
             )
         self.cuboid, self.rank, self.device, self.overlap = cuboid, rank, torch.device(device), overlap
-        self.ledger, self.watch, self._per_host = Ledger(), watch, per_host or world
+        self.ledger, self.watch, self._per_host, self._by_host = Ledger(), watch, per_host or world, by_host
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
         self._device_meshes: dict[str, DeviceMesh] = {}
@@ -193,8 +197,11 @@ class Mesh:
         back: dist.ProcessGroup | None = None,
     ) -> Axis:
         journal = self.watch.journal(name, group) if self.watch is not None and group is not None else None
-        hosts = {rank // self._per_host for rank in dist.get_process_group_ranks(group)} if group is not None else {0}
-        return Axis(name, size, index, group, self.ledger, self.overlap, journal, len(hosts), back)
+        ranks = dist.get_process_group_ranks(group) if group is not None else [0]
+        hosts = Counter(rank // self._per_host for rank in ranks)
+        by_host = self._by_host and len(set(hosts.values())) == 1 and back is not None
+        mates = size // len(hosts) if by_host else 1
+        return Axis(name, size, index, group, self.ledger, self.overlap, journal, len(hosts), back, mates)
 
     def _pair(self, axis: str, size: int, parts: int = 1) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
         """This rank's of the groups along an axis, or along each of its `parts`, and a second one for the way back

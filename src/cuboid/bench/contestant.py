@@ -28,7 +28,10 @@ from cuboid.parallel.serial import Serial
 from cuboid.parallel.two_d import TwoD
 from cuboid.schedule import OFF, Schedule
 
-Way = Literal["serial", "1-D", "1-D+SP", "2-D", "2.5-D", "FSDP×TP", "cube", "cuboid", "native", "native ideal"]
+#: The ideal ones send the least that their algorithm can, where gloo's collectives send more.
+Way = Literal[
+    "serial", "1-D", "1-D+SP", "2-D", "2-D ideal", "2.5-D", "FSDP×TP", "cube", "cuboid", "native", "native ideal"
+]
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Contestant:
         k = self.shape
         if self.way in ("serial", "1-D", "1-D+SP"):
             return self.way
-        if self.way == "2-D":
-            return f"2-D {k.y}×{k.z}"
+        if self.way in ("2-D", "2-D ideal"):
+            return f"{self.way} {k.y}×{k.z}"
         if self.way == "2.5-D":
             return f"2.5-D {k.x}×{k.y}×{k.z}"
         if self.native or self.way == "FSDP×TP":
@@ -67,7 +70,7 @@ class Contestant:
             return native_cost(p.config, k.x, k.y, p.batch, p.seq, rank, ideal, reshard)
         if self.way in ("1-D", "1-D+SP"):
             return one_d_cost(p.config, k, at, p.batch, p.seq, self.way == "1-D+SP")
-        if self.way in ("2-D", "2.5-D"):
+        if self.way in ("2-D", "2-D ideal", "2.5-D"):
             return two_d_cost(p.config, k, at, p.batch, p.seq)
         return step_cost(p.config, k, at, p.batch, p.seq, p.policy, schedule=self.schedule(p))
 
@@ -82,7 +85,7 @@ class Contestant:
             return Serial(problem.config)
         if self.way in ("1-D", "1-D+SP"):
             return OneD(problem.config, mesh, self.way == "1-D+SP")
-        if self.way in ("2-D", "2.5-D"):
+        if self.way in ("2-D", "2-D ideal", "2.5-D"):
             return TwoD(problem.config, mesh)
         return CuboidParallel(problem.config, mesh, problem.policy, schedule=self.schedule(problem))
 
@@ -120,7 +123,12 @@ class ModelRunner:
 
     def __init__(self, contestant: Contestant, problem: Problem, world: World) -> None:
         self.mesh = Mesh(
-            contestant.shape, world.rank, world.device, overlap=contestant.overlap, per_host=world.local_size
+            contestant.shape,
+            world.rank,
+            world.device,
+            overlap=contestant.overlap,
+            per_host=world.local_size,
+            by_host=contestant.way != "2-D",
         )
         self._parallel = contestant.parallel(problem, self.mesh)
         self.module = Transformer(self._parallel, problem.seed)
@@ -175,7 +183,10 @@ def scaling(problem: Problem, ranks: int, per_host: int) -> Iterator[Contestant]
     the formulas find best. 1-D+SP sends 1-D's bytes, but its reduce-scatter goes straight to every rank, where 1-D's
     ring leaves a host once: between hosts of several ranks it would only be slower."""
     yield Contestant("1-D", Cuboid(1, ranks, 1))
-    yield from _squares(ranks)
+    for square in _squares(ranks):
+        yield square
+        if square.way == "2-D" and 1 < per_host < square.shape.z:  # rows of several hosts, each with several ranks
+            yield Contestant("2-D ideal", square.shape)
     yield Contestant("FSDP×TP", best(problem, ranks, per_host, flat=True))
     edge, found = round(ranks ** (1 / 3)), best(problem, ranks, per_host)
     cube = Cuboid(edge, edge, edge)
