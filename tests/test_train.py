@@ -11,6 +11,8 @@ from tiny import Curve, curve, furthest, losses, on, ranks_of, tiny, write_text
 from torch import Tensor
 
 from cuboid.config import ModelConfig
+from cuboid.cost import Cost
+from cuboid.cost.cuboid import step_cost
 from cuboid.launch import Pool, World
 from cuboid.layout import Spec
 from cuboid.model import Transformer
@@ -22,6 +24,7 @@ from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
 
 Pools = Callable[[int], Pool]
 Shards = dict[str, np.ndarray]
+Counts = dict[str, dict[str, tuple[int, int]]]
 STEPS = 12
 SAME = 1e-5  # in fp32, relative; 1e-3 is what is promised
 DROPOUT = "model.dropout=0.1"
@@ -60,18 +63,51 @@ def test_low_precision_stays_within_its_rounding(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("cuboid", "changes"),
     [
-        "data.micro_batches=2",
-        "data.micro_batches=2 overlap.parts=2",
-        "memory.checkpoint=full",
-        "memory.checkpoint=selective",
+        ("2,2,1", "data.micro_batches=2"),
+        ("2,2,1", "data.micro_batches=2 overlap.parts=2"),
+        ("2,1,2,2", "data.micro_batches=2"),
+        ("1,2,1,2", "data.micro_batches=4"),
+        ("2,2,1", "memory.checkpoint=full"),
+        ("2,2,1", "memory.checkpoint=selective"),
     ],
-    ids=str,
 )
-def test_what_saves_memory_or_time_changes_nothing(changes: str, text: Path, reference: Curve, pool: Pools) -> None:
-    found = curve_of(pool, tiny(text, *on("2,2,1"), DROPOUT, *changes.split()), 4)
+def test_what_saves_memory_or_time_changes_nothing(
+    cuboid: str, changes: str, text: Path, reference: Curve, pool: Pools
+) -> None:
+    found = curve_of(pool, tiny(text, *on(cuboid), DROPOUT, *changes.split()), 4)
     assert furthest(found, reference[:4]) < SAME
+
+
+OVER_X, OVER_DATA = ("x", "reduce_scatter"), ("data", "all_reduce")
+
+
+def replicas_summed(world: World, config: TrainConfig) -> tuple[Counts, Counts, list[tuple[str, str]]]:
+    """What a step sends, what the formulas say of it, and its sums over x and data as they were launched."""
+    trainer = Trainer(config, world)
+    parallel, d = trainer.model.parallel, config.data
+    mesh, expected = parallel.mesh, Cost()
+    mesh.ledger.spans = []
+    trainer.step()
+    for part in range(d.micro_batches):
+        size, last = d.batch // d.micro_batches, part == d.micro_batches - 1
+        one = step_cost(parallel.config, mesh.cuboid, mesh.coordinates, size, d.seq, last=last)
+        for kind, (calls, sent) in one.traffic.items():
+            expected.traffic[kind][0] += calls
+            expected.traffic[kind][1] += sent
+    launched = [(span.axis, span.kind) for span in mesh.ledger.spans]
+    found = {axis: counts for axis, counts in mesh.ledger.counts().items() if axis != "world"}
+    mesh.close()
+    return found, expected.counts(), [each for each in launched if each in (OVER_X, OVER_DATA)]
+
+
+def test_replicas_are_summed_once_a_step_and_behind_the_sums_over_x(text: Path, pool: Pools) -> None:
+    config = tiny(text, *on("2,1,2,2"), "data.micro_batches=2", "model.layers=5")
+    for found, expected, sums in pool(8).run(replicas_summed, config):
+        assert found == expected
+        first = sums.index(OVER_DATA, sums.index(OVER_X))  # the loss is summed over data before that
+        assert sums[first:].count(OVER_X) >= 3  # layers whose gradients come later
 
 
 # fp16

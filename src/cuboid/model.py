@@ -49,9 +49,16 @@ class Transformer(Model):
         self.finish(parts, seed, dtype, self._order if parallel.schedule.prefetch else ())
 
     def forward(
-        self, tokens: Tensor, targets: Tensor, place: Place, loss: Loss = Loss(), dropout: int | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        place: Place,
+        loss: Loss = Loss(),
+        dropout: int | None = None,
+        last: bool = True,
     ) -> Tensor:
-        opened = self.open()
+        """The loss of a micro-batch; `last` of those whose gradients are added up."""
+        opened = self.open(last)
         X = self._residual(opened, tokens, place, dropout)
         with self.weights(opened, self._classifier) as W:
             return run(self.parallel.head_loss(X, W, self._classifier.weight, targets, loss))

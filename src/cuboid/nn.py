@@ -215,9 +215,10 @@ class Model(nn.Module):
             before = self._buckets[following[part]] if part in following else None
             self._buckets[part] = self.parallel.bucket([(p, d.spec) for _, p, d in declared(part)], before)
 
-    def open(self) -> dict[nn.Module, Any]:
-        """Begin a step."""
-        return dict(zip(self._buckets, self.parallel.open(list(self._buckets.values())), strict=True))
+    def open(self, last: bool = True) -> dict[nn.Module, Any]:
+        """Begin a micro-batch. Those that are not the `last` of a step leave their gradients to it: until its backward
+        has run they are sums over a part of the ranks."""
+        return dict(zip(self._buckets, self.parallel.open(list(self._buckets.values()), last), strict=True))
 
     @contextmanager
     def weights(self, opened: dict[nn.Module, Any], part: nn.Module) -> Iterator[Any]:

@@ -9,11 +9,14 @@ Three autograd nodes make a step's traffic of weights:
 
 `open` comes first in the step, so autograd plays its backward last: reduce-scatters are launched as soon as a layer's
 gradients exist and awaited at the end, or when two further layers' are on their way, so that the buffers in flight do
-not grow with depth.
+not grow with depth. A layer's sum over `data` is launched when that over x has landed, and awaited at the end.
+
+Of several micro-batches only the last sums over replicas: the others leave their gradients with the shards, and the
+last takes them along.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,9 +25,10 @@ from torch import Tensor, nn
 from cuboid.comm import all_gather, all_reduce, reduce_scatter
 from cuboid.flight import Flight, landed, token
 from cuboid.layout import Spec, ceil_div
-from cuboid.mesh import Mesh
+from cuboid.mesh import Axis, Mesh
 
 Holder = Literal["forward", "backward"]
+Gradients = list[Tensor | None]  # of a bucket's shards
 MOST_IN_FLIGHT = 2  # layers whose gradients are being reduced at a time
 
 
@@ -53,7 +57,10 @@ class Bucket:
         self._flight: Flight | None = None
         self._holders: set[Holder] = set()
         self._sums: dict[int, Tensor] = {}
-        self._gradients: list[Flight | list[Tensor | None]] = []
+        self._reducing: list[Callable[[], Gradients]] = []  # sums over x, of every use of the weights
+        self._landed: list[Callable[[], Gradients]] = []  # those, on their way over `data`
+        self._last = True
+        self._left = False  # the shards have gradients of earlier micro-batches
         shapes = [spec.local_shape(mesh.cuboid, mesh.coordinates, gathered=("x",)) for spec in self.specs]
         self._shapes = shapes
         # in flight every rank's part is as long as the longest: ceil(rows/x) rows of each parameter cut by x
@@ -102,12 +109,13 @@ class Bucket:
         if not self._holders and not (self.retain and holder == "forward" and torch.is_grad_enabled()):
             self._whole = None
 
-    def reset(self) -> None:
+    def reset(self, last: bool) -> None:
         """Forget what an earlier step left: weights retained for a backward that never came are stale."""
-        self._whole, self._flight = None, None
+        self._whole, self._flight, self._last = None, None, last
         self._holders.clear()
         self._sums.clear()
-        self._gradients.clear()
+        self._reducing.clear()
+        self._landed.clear()
         self._in_flight.clear()
 
     def _pack(self) -> Tensor:
@@ -145,7 +153,8 @@ class Bucket:
         if all(gradient is None for gradient in gradients):
             return
         if not self._gathers:
-            self._gradients.append(list(gradients))
+            self._reducing.append(lambda: list(gradients))
+            self.land()
             return
         like = self.parameters[0]
         flat = like.new_empty((x.size, self._starts[-1]), dtype=self.dtype or like.dtype)
@@ -154,8 +163,9 @@ class Bucket:
         for i, gradient in enumerate(gradients):
             if gradient is not None and "x" in self.specs[i].cut_by:
                 flat[:, self._starts[i] : self._starts[i + 1]] = self._parts(i, gradient)
-        self._gradients.append([None if "x" in s.cut_by else g for s, g in zip(self.specs, gradients, strict=True)])
-        self._gradients.append(reduce_scatter(flat.view(-1), x, dtype=like.dtype))
+        uncut = [None if "x" in s.cut_by else g for s, g in zip(self.specs, gradients, strict=True)]
+        flight = reduce_scatter(flat.view(-1), x, dtype=like.dtype)
+        self._reducing += [lambda: uncut, lambda: self._split(flight.wait())]
         self._in_flight.append(self)
         if len(self._in_flight) > MOST_IN_FLIGHT:
             self._in_flight.popleft().land()
@@ -176,27 +186,55 @@ class Bucket:
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the gradient of one shard."""
-        mine: list[Tensor | None] = [None] * len(self.parameters)
+        mine: Gradients = [None] * len(self.parameters)
         mine[self.index(parameter)] = gradient
-        self._gradients.append(mine)
+        self._reducing.append(lambda: mine)
 
     def land(self) -> None:
-        """Wait for what was launched: a shard is a small part of the buffers it travels in."""
-        self._gradients = [self.collect()]
+        """Wait for what was launched, a shard being a small part of the buffers it travels in, and launch the sum over
+        `data`."""
+        earlier = [self._earlier] if self._last and self._left else []
+        total = self._add_up([*earlier, *self._reducing])
+        self._reducing = []
+        data, present = self.mesh.data, [i for i, gradient in enumerate(total) if gradient is not None]
+        if data.size == 1 or not self._last or not present:
+            self._landed.append(lambda: total)
+            return
+        flight = all_reduce(torch.cat([gradient.reshape(-1) for gradient in total if gradient is not None]), data)
+        self._landed.append(lambda: self._divide(flight.wait(), present))
 
-    def collect(self) -> list[Tensor | None]:
+    def collect(self) -> Gradients:
         """The shards' gradients, all uses of the weights summed."""
-        total: list[Tensor | None] = [None] * len(self.parameters)
-        reduced, self._gradients = self._gradients, []
-        for item in reduced:
-            for i, gradient in enumerate(self._split(item.wait()) if isinstance(item, Flight) else item):
+        self._left = not self._last
+        landed, self._landed = self._landed, []
+        return self._add_up(landed)
+
+    def _earlier(self) -> Gradients:
+        """Take over what earlier micro-batches left."""
+        self._left = False
+        found: Gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return found
+
+    def _add_up(self, items: Sequence[Callable[[], Gradients]]) -> Gradients:
+        total: Gradients = [None] * len(self.parameters)
+        for item in items:
+            for i, gradient in enumerate(item()):
                 if gradient is not None:
                     gradient = gradient.to(self.parameters[i].dtype)
                     before = total[i]
                     total[i] = gradient if before is None else before + gradient
         return total
 
-    def _split(self, flat: Tensor) -> list[Tensor | None]:
+    def _divide(self, flat: Tensor, present: Sequence[int]) -> Gradients:
+        """One flat tensor back into the gradients that were joined in it."""
+        total: Gradients = [None] * len(self.parameters)
+        for i, part in zip(present, flat.split([self.parameters[i].numel() for i in present]), strict=True):
+            total[i] = part.view(self.parameters[i].shape)
+        return total
+
+    def _split(self, flat: Tensor) -> Gradients:
         return [
             flat[start : start + p.numel()].view(p.shape) if "x" in spec.cut_by else None
             for start, p, spec in zip(self._starts, self.parameters, self.specs, strict=False)
@@ -213,12 +251,12 @@ class Weights:
         return self._tensors[self.bucket.index(parameter)]
 
 
-def open_buckets(buckets: Sequence[Bucket], mesh: Mesh) -> list[Tensor]:
-    """A token for each bucket, from which `gather` makes the whole weights. Call it first in a step."""
+def open_buckets(buckets: Sequence[Bucket], mesh: Mesh, last: bool) -> list[Tensor]:
+    """A token for each bucket, from which `gather` makes the whole weights. Call it first in a micro-batch."""
     for bucket in buckets:
-        bucket.reset()
+        bucket.reset(last)
     parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-    return list(_Open.apply(buckets, mesh, *parameters))
+    return list(_Open.apply(buckets, mesh, last, *parameters))
 
 
 def gather(bucket: Bucket, opened: Tensor) -> Weights:
@@ -227,22 +265,22 @@ def gather(bucket: Bucket, opened: Tensor) -> Weights:
 
 class _Open(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, buckets: Sequence[Bucket], mesh: Mesh, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.buckets, ctx.mesh = buckets, mesh
+    def forward(ctx: Any, buckets: Sequence[Bucket], mesh: Mesh, last: bool, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.buckets, ctx.axes = buckets, (mesh.x, mesh.y, mesh.z) if last else ()
         return tuple(token(bucket.parameters[0]) for bucket in buckets)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        mesh = ctx.mesh
+        for bucket in ctx.buckets:
+            bucket.land()
         gradients = [gradient for bucket in ctx.buckets for gradient in bucket.collect()]
         specs = [spec for bucket in ctx.buckets for spec in bucket.specs]
-        for axis in (mesh.x, mesh.y, mesh.z):
+        for axis in ctx.axes:
             _sum_over(axis, gradients, (i for i, spec in enumerate(specs) if axis.name in spec.sums))
-        _sum_over(mesh.data, gradients, range(len(specs)))
-        return None, None, *gradients
+        return None, None, None, *gradients
 
 
-def _sum_over(axis: Any, gradients: list[Tensor | None], which: Iterable[int]) -> None:
+def _sum_over(axis: Axis, gradients: Gradients, which: Iterable[int]) -> None:
     """All-reduce the gradients `which` in place, as one flat tensor."""
     chosen = [(i, gradient) for i in which if (gradient := gradients[i]) is not None]
     if axis.size == 1 or not chosen:

@@ -23,12 +23,14 @@ def step_cost(
     parameter_size: int = 4,
     compute_size: int = 4,
     schedule: Schedule = PREFETCH,
+    last: bool = True,
 ) -> Cost:
     """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products. A
-    schedule of parts or chunks sends the same bytes in more calls."""
+    schedule of parts or chunks sends the same bytes in more calls. Of several micro-batches only the `last` sums
+    gradients over replicas."""
     config.check(cuboid, batch, seq)
     sizes = parameter_size, compute_size
-    return _Step(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule).cost
+    return _Step(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule, last).cost
 
 
 #: A parameter [n, k] with the axes that cut n (before x does) and k; None cuts nothing.
@@ -50,9 +52,10 @@ class _Step(Counter):
         parameter_size: int,
         compute_size: int,
         schedule: Schedule,
+        last: bool,
     ) -> None:
         super().__init__(cuboid, coordinates)
-        self.c, self.policy, self.recompute = config, policy, recompute
+        self.c, self.policy, self.recompute, self.last = config, policy, recompute, last
         self.stored, self.e, self.wide = parameter_size, compute_size, max(compute_size, 4)
         self.x, self.y, self.z = cuboid.x, cuboid.y, cuboid.z
         along_batch = gcd(batch // cuboid.data, cuboid.x)
@@ -66,17 +69,19 @@ class _Step(Counter):
         self.d = config.hidden // self.z
         self.summed_over_y = 0  # elements of norm gradients
         self.summed_over_all = 0  # of those of heads' norms
+        self.summed_over_data = 0  # bytes of parameters whose gradients were
         self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
 
         self.embedding()
         for i in range(config.layers):
             self.block(kept=schedule.prefetch and i == config.layers - 1)
         self.weights(self.norm_weights(1), again=True)
+        self.replicas()
         self.norm()
         self.head()
-        for axis, summed in (("x", 0), ("y", self.summed_over_y), ("z", 0)):
-            self.reduce(axis, summed + self.summed_over_all, self.stored)
-        self.reduce("data", self.cost.parameters // self.stored, self.stored)
+        if last:
+            for axis, summed in (("x", 0), ("y", self.summed_over_y), ("z", 0)):
+                self.reduce(axis, summed + self.summed_over_all, self.stored)
 
     def gather(self, axis: str, whole: int, size: int = 0, p: int = 0) -> None:
         self.send("all_gather", axis, whole, size or self.e, p=p)
@@ -120,6 +125,12 @@ class _Step(Counter):
             self.gather("x", in_flight * self.x)
         self.scatter("x", in_flight * self.x)
 
+    def replicas(self) -> None:
+        """The sum over data of a bucket's gradients, once per step."""
+        if self.last:
+            self.reduce("data", (self.cost.parameters - self.summed_over_data) // self.stored, self.stored)
+        self.summed_over_data = self.cost.parameters
+
     def norm_weights(self, count: int) -> list[_Weight]:
         """Of `count` norms. Their gradients are summed over y at the end."""
         vectors = count * (1 + self.c.norm_bias)
@@ -138,6 +149,7 @@ class _Step(Counter):
         tied, tables = bool(self.c.tied), [self.c.vocab] + ([] if self.c.rotary else [self.c.context])
         for i, rows in enumerate(tables):  # a tied table is gathered for the head too
             self.weights([(rows, self.c.hidden, "y", "z")], again=False, gathers=2 if tied and i == 0 else 1)
+            self.replicas()
         self.in_parts(self.lookup)
 
     def lookup(self) -> None:
@@ -179,6 +191,7 @@ class _Step(Counter):
         weights += [(n, 1, n_axis, None) for n, _, n_axis, _ in biases]
         self.weights(weights + self.norm_weights(2), again=not kept)
         self.head_norms()
+        self.replicas()
         self.in_parts(self.layer)
 
     def layer(self) -> None:
@@ -257,6 +270,7 @@ class _Step(Counter):
         vocab = self.part(self.c.vocab, "y")
         if not self.c.tied:
             self.cost.matrices += self.part(vocab, "x") * self.d * self.stored
+            self.replicas()
             self.gather("x", ceil_div(vocab, self.x) * self.x * self.d)
         row = self.b * ceil_div(self.c.vocab, self.y)
         chunk = chunk_rows(self.s, self.z, row, self.policy.head_elements)

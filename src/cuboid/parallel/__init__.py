@@ -103,8 +103,8 @@ class Parallel(Protocol):
     def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Any = None) -> Any:
         """Weights that travel together. Those of the bucket `before` are needed next in backward."""
 
-    def open(self, buckets: Sequence[Any]) -> Sequence[Any]:
-        """Begin a step: a handle for each bucket."""
+    def open(self, buckets: Sequence[Any], last: bool) -> Sequence[Any]:
+        """Begin a micro-batch, the step's last or not: a handle for each bucket."""
 
     def prefetch(self, bucket: Any) -> None:
         """Have the weights of a bucket on their way: `gather` will ask for them soon."""

@@ -25,8 +25,8 @@ class Bucketed:
     def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Bucket | None = None) -> Bucket:
         return Bucket(parameters, self.mesh, self.dtype)
 
-    def open(self, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
-        return open_buckets(buckets, self.mesh)
+    def open(self, buckets: Sequence[Bucket], last: bool) -> Sequence[Tensor]:
+        return open_buckets(buckets, self.mesh, last)
 
     def prefetch(self, bucket: Bucket) -> None:
         bucket.launch("forward")

@@ -52,7 +52,7 @@ class Serial:
     def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: _Plain | None = None) -> _Plain:
         return _Plain(self.dtype)
 
-    def open(self, buckets: Sequence[_Plain]) -> Sequence[None]:
+    def open(self, buckets: Sequence[_Plain], last: bool) -> Sequence[None]:
         return [None] * len(buckets)
 
     def prefetch(self, bucket: _Plain) -> None:

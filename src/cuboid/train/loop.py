@@ -122,7 +122,7 @@ class Trainer:
             self._begin("forward")
             tokens, targets = self.batches(self.done * parts + part)
             dropout = key_of(config.seed, f"dropout.{self.done}") if self.model.config.dropout else None
-            loss = self.model(tokens, targets, self.place_of(part), self.loss, dropout)
+            loss = self.model(tokens, targets, self.place_of(part), self.loss, dropout, last=part == parts - 1)
             self._begin("backward")
             (loss * (self.scale.scale / parts)).backward()
             total = total + loss.detach() / parts
