@@ -165,6 +165,15 @@ def test_accuracy_end_to_end(tmp_path: Path) -> None:
         (["layouts", "--only", "9-D"], "beginning of none"),
         (["layouts", "--activations", "keep"], "regather, retain"),
         (["strong", "--ranks", "7", "--heads", "64"], "do not fill hosts"),
+        (["layouts", "--hosts", "2"], "--hosts: hosts are made where links have a rate; add --rate"),
+        (["strong", "--rate", "", "--hosts", "2"], "--hosts: hosts are made"),
+        (["layouts", "--ranks-per-host", "2"], "--ranks-per-host: hosts are made"),
+        (["strong", "--hosts", "2", "--ranks", "8"], "give one of them"),
+        (["overlap", "--seq", "8", "--ranks", "2"], "overlap has no use for --ranks, --seq; it takes --activations"),
+        (["cpu", "--rate", "8mbit"], "cpu has no use for --rate; it takes --hidden, --only, --out"),
+        (["cpu", "--ranks", "4,8"], "--ranks 4,8: cpu takes one number"),
+        (["cpu", "--only", "cube"], "beginning of none of cuboid (1,1,8)"),
+        (["accuracy", "--rounds", "2"], "accuracy has no use for --rounds; it takes --only, --out, --quick, --steps"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(words: list[str], says: str, tmp_path: Path) -> None:
@@ -172,3 +181,19 @@ def test_bad_input_is_refused_before_any_work(words: list[str], says: str, tmp_p
     assert isinstance(done.exception, ValueError)
     assert says in str(done.exception)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["overlap"], "bench overlap starts ranks of its own; run it without torchrun"),
+        (["cpu"], "bench cpu starts ranks of its own"),
+        (["accuracy"], "bench accuracy starts ranks of its own"),
+        (["layouts", "--rate", "8mbit"], "leave --rate out"),
+    ],
+)
+def test_what_torchrun_cannot_start(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ValueError, match=says):
+        CliRunner().invoke(app, ["bench", *words], catch_exceptions=False)

@@ -5,6 +5,7 @@ over the ranks, and its collectives would take exactly the sum.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.bench.bare import bare
-from cuboid.bench.contestant import Contestant
+from cuboid.bench.contestant import Contestant, begin_with
 from cuboid.bench.network import feasible
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Spread, machine
@@ -47,12 +48,15 @@ class Lean:
         return asdict(self) | {"least": self.least, "ratio": self.ratio}
 
 
-def cpu(ranks: int, rounds: int, out: Path, console: Console, hidden: int = 1024) -> list[Lean]:
-    """Every cuboid of so many ranks."""
+def cpu(
+    ranks: int, rounds: int, out: Path, console: Console, only: Sequence[str] = ("",), hidden: int = 1024
+) -> list[Lean]:
+    """The cuboids of so many ranks whose names begin with one of `only`."""
     model = ModelConfig("gpt2", layers=2, hidden=hidden, heads=16, vocab=512, context=256, tied=False)
     problem = Problem(model, 16, 256, apart=False)
     one = Contestant("serial", Cuboid())
-    many = [Contestant("cuboid", shape) for shape in feasible(problem, ranks)]
+    able = {each.name: each for each in (Contestant("cuboid", shape) for shape in feasible(problem, ranks))}
+    many = [able[name] for name in begin_with(only, list(able))]
     seconds: dict[Contestant, list[float]] = {each: [] for each in (one, *many)}
     with Pool(1) as alone, Pool(ranks) as together:
         costs = {each: together.run(bare, each, problem) for each in many}
