@@ -88,7 +88,10 @@ def test_who_takes_part() -> None:
     assert "cube" in names[8]
     assert "2-D" not in names[8]
     few = Problem(MODEL.replace(heads=2, kv_heads=2, head_dim=32), 8, 64)
-    assert "1-D" not in [c.way for c in possible(every(few, 4), few)]  # two heads cannot be cut by four
+    able, left_out = possible(every(few, 4), few)
+    assert "1-D" not in [c.way for c in able]
+    assert "heads=2" in left_out["1-D"]  # two cannot be cut by four
+    assert {c.name for c in able} | left_out.keys() == {c.name for c in every(few, 4)}
 
 
 # Ranks
@@ -163,6 +166,7 @@ def test_accuracy_end_to_end(tmp_path: Path) -> None:
         (["strong", "--ranks", "8,x"], "whole numbers"),
         (["strong", "--rate", "quick"], "25mbit"),
         (["layouts", "--only", "9-D"], "beginning of none"),
+        (["layouts", "--ranks", "4", "--heads", "2", "--only", "1-D"], "--only '1-D': 1-D cannot run: heads=2"),
         (["layouts", "--activations", "keep"], "regather, retain"),
         (["strong", "--ranks", "7", "--heads", "64"], "do not fill hosts"),
         (["layouts", "--hosts", "2"], "--hosts: hosts are made where links have a rate; add --rate"),

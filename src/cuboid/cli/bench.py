@@ -107,19 +107,20 @@ def bench(
     console = Console() if sys.stdout.isatty() else Console(width=132)
     given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     _check_options(what, given - {"what"})
+    only = only or [""]
     if what == "accuracy":
-        accuracy(steps or (50 if quick else 200), out, console, only or [""])
+        accuracy(steps or (50 if quick else 200), out, console, only)
         return
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     if what == "overlap":
         turns = rounds or (2 if quick else 5)
-        overlap(turns, out, console, only or [""], policy, layers or 8, hidden or 1024, batch or 16)
+        overlap(turns, out, console, only, policy, layers or 8, hidden or 1024, batch or 16)
         return
     if what == "cpu":
         size, *more = _whole_numbers(ranks or "8")
         if more:
             raise ValueError(f"--ranks {ranks}: cpu takes one number; run it once for each, with an --out of its own")
-        cpu(size, rounds or (2 if quick else 5), out, console, only or [""], hidden or 1024)
+        cpu(size, rounds or (2 if quick else 5), out, console, only, hidden or 1024)
         return
     own = (QUICK if quick else SETTINGS)[what]
     rates = [each.strip() for each in (own.rate if rate is None else rate).split(",")]
@@ -146,8 +147,13 @@ def bench(
     for size in sizes:
         problem = base.grown(size, sizes[0]) if what == "weak" else base
         found = every(problem, size) if what == "layouts" else scaling(problem, size, ranks_per_host)
-        able = {contestant.name: contestant for contestant in possible(found, problem)}
-        chosen = [able[name] for name in begin_with(only or [""], list(able))]
+        contestants, left_out = possible(found, problem)
+        able = {contestant.name: contestant for contestant in contestants}
+        chosen = [able[name] for name in begin_with(only, list(able), left_out)]
+        for name in left_out if is_first() else ():
+            if name.startswith(tuple(only)):
+                line = f"{size} ranks: {name} left out: {left_out[name]}"
+                console.print(line, soft_wrap=True, markup=False, highlight=False)
         for each in rates:
             apart = bool(each) or under_torchrun()
             trials.append(Trial(replace(problem, apart=apart), size, chosen, each))
