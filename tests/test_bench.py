@@ -1,6 +1,8 @@
 """The benchmark counts, times and compares what it says it does."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,6 +186,26 @@ def test_bad_input_is_refused_before_any_work(words: list[str], says: str, tmp_p
     done = CliRunner().invoke(app, ["bench", *words, "--out", str(tmp_path / "out")])
     assert isinstance(done.exception, ValueError)
     assert says in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["strong"], "install iproute2 .*; or run on this machine's loopback with --rate ''"),
+        (["layouts", "--rate", "8mbit"], "or run on this machine's loopback with --rate ''"),
+        (["overlap"], "bench overlap cannot do without hosts, which need root and iproute2"),
+    ],
+)
+def test_no_hosts_are_found_out_before_any_work(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    done = CliRunner().invoke(app, ["bench", *words, "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, ValueError)
+    assert re.search(says, str(done.exception))
+    assert "--hosts" not in str(done.exception)
+    assert done.output == ""
     assert not (tmp_path / "out").exists()
 
 

@@ -23,7 +23,7 @@ from cuboid.bench.contestant import Contestant, ModelRunner, begin_with
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Spread, machine
 from cuboid.bench.turn import Times, slowest, take_step, timed_step, turn
-from cuboid.cluster import Cluster
+from cuboid.cluster import Cluster, try_hosts
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
 from cuboid.mesh import Cuboid
@@ -167,6 +167,7 @@ def overlap(
     model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=128, tied=False)
     problem, found = Problem(model, batch, 128, policy), []
     names = begin_with(only, [str(shape) for shape in SHAPES])
+    try_hosts("bench overlap cannot do without hosts, which need root and iproute2")
     out.mkdir(parents=True, exist_ok=True)
     for shape in (shape for shape in SHAPES if str(shape) in names):
         rows, traces = measure(shape, problem, rounds, console)

@@ -18,7 +18,7 @@ from cuboid.bench.result import Result
 from cuboid.bench.run import Pace, Trial
 from cuboid.bench.run import bench as run_bench
 from cuboid.bench.table import show
-from cuboid.cluster import bits_per_second
+from cuboid.cluster import bits_per_second, try_hosts
 from cuboid.config import ModelConfig
 from cuboid.launch import is_first, under_torchrun
 from cuboid.parallel.cuboid import Policy
@@ -140,6 +140,8 @@ def bench(
             raise ValueError(
                 f"{size} ranks do not fill hosts of {ranks_per_host}; use a multiple, --ranks-per-host 1 or --rate ''"
             )
+    if any(rates):
+        try_hosts("or run on this machine's loopback with --rate ''")
     seq, hidden, heads = seq or own.seq, hidden or own.hidden, heads or own.heads
     model = ModelConfig("gpt2", layers or own.layers, hidden, heads, vocab or own.vocab, context=seq, tied=False)
     base = Problem(model, batch or own.batch, seq, policy)
