@@ -4,10 +4,12 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import namespaces
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cuboid.bench.bound import product_words, regime, step_bytes
@@ -15,6 +17,7 @@ from cuboid.bench.contestant import Contestant, every, possible, scaling
 from cuboid.bench.network import best, egress
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Spread
+from cuboid.bench.run import _progress as progress_of
 from cuboid.bench.turn import count, turn
 from cuboid.cli import app
 from cuboid.cluster import Cluster
@@ -150,6 +153,22 @@ def test_layouts_end_to_end(tmp_path: Path) -> None:
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
     assert found["machine"]["versions"]["torch"]
     assert {path.suffix for path in out.iterdir()} == {".json", ".png", ".svg"}
+
+
+def test_a_sweep_counts_once_and_its_progress_ends(tmp_path: Path) -> None:
+    words = ["bench", "layouts", "--ranks", "2", "--rounds", "1", "--steps", "1", "--rate", ",", "--only", "cuboid (2"]
+    done = CliRunner().invoke(app, [*words, *SIZES, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert re.findall(r"^\[(\d+)/(\d+)\]", done.output, re.M) == [("0", "3"), ("1", "3"), ("2", "3")]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_ends_full(terminal: bool) -> None:
+    console = Console(file=StringIO(), force_terminal=terminal, width=80)
+    with progress_of(2, console) as told:
+        told("one")
+        told("two")
+    assert ("2/2" if terminal else "[1/2] two") in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_accuracy_end_to_end(tmp_path: Path) -> None:
