@@ -12,8 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from cuboid.bench.bare import Message, bare, messages
 from cuboid.bench.bound import product_words, regime, step_bytes
 from cuboid.bench.contestant import Contestant, every, possible, scaling
+from cuboid.bench.cpu import Lean
 from cuboid.bench.network import best, egress
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Spread
@@ -169,6 +171,30 @@ def test_progress_ends_full(terminal: bool) -> None:
         told("one")
         told("two")
     assert ("2/2" if terminal else "[1/2] two") in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_cpu_end_to_end(tmp_path: Path) -> None:
+    words = ["--ranks", "2", "--rounds", "1", "--hidden", "16", "--only", "cuboid (1,2", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, ["bench", "cpu", *words])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads((tmp_path / "cpu.json").read_text())["rows"]
+    assert row["name"] == "cuboid (1,2,1)"
+    assert {name: len(samples) for name, samples in row["samples"].items()} == {"step": 5, "serial": 5, "bare": 2}
+
+
+def test_the_least_of_cpu_seconds() -> None:
+    lean = Lean("cuboid", steps=[9.0, 6.0, 7.0], serial=[4.0, 5.0, 4.5], bare=[1.0, 0.5, 0.2], bytes=10**9)
+    assert (lean.least, lean.ratio, lean.nanoseconds) == (5.0, 1.4, 0.5)
+
+
+def test_bare_collectives_send_the_step_s_bytes(pool: Pools) -> None:
+    chosen = Contestant("cuboid", Cuboid(2, 2, 2))
+    sent = pool(8).run(messages, chosen, PROBLEM)
+    assert len(pool(8).run(bare, chosen.shape, sent)[0]) == 2
+    counts = chosen.cost(PROBLEM, 0).bytes()
+    for axis in ("x", "y", "z"):
+        assert sum(each.bytes for each in sent[0] if each.axis == axis) >= counts[axis]
+    assert [Message("x", kind, 96).given(4) for kind in ("all_gather", "reduce_scatter", "all_reduce")] == [8, 32, 16]
 
 
 def test_accuracy_end_to_end(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.bench.bare import bare
+from cuboid.bench.bare import bare, messages
 from cuboid.bench.contestant import Contestant, begin_with
 from cuboid.bench.network import feasible
 from cuboid.bench.problem import Problem
@@ -28,24 +29,42 @@ STEPS = 5  # a turn: the first ones still make the memory that the others use ag
 
 @dataclass(frozen=True)
 class Lean:
-    """CPU seconds a step, of all ranks together."""
+    """CPU seconds, of all ranks together; every sample."""
 
     name: str
-    step: Spread
-    serial: float
+    steps: list[float]
+    serial: list[float]  # one device's steps
+    bare: list[float]  # the step's collectives by themselves
     bytes: int  # sent by all ranks
-    nanoseconds: float  # of CPU, a byte of the step's collectives by themselves
+
+    @property
+    def step(self) -> Spread:
+        return Spread.of(self.steps)
 
     @property
     def least(self) -> float:
-        return self.serial + 1e-9 * self.nanoseconds * self.bytes
+        return median(self.serial) + median(self.bare)
 
     @property
     def ratio(self) -> float:
         return self.step.median / self.least
 
+    @property
+    def nanoseconds(self) -> float:
+        """A byte of the bare collectives."""
+        return 1e9 * median(self.bare) / self.bytes
+
     def export(self) -> dict[str, Any]:
-        return asdict(self) | {"least": self.least, "ratio": self.ratio}
+        return {
+            "name": self.name,
+            "step": asdict(self.step),
+            "serial": median(self.serial),
+            "bytes": self.bytes,
+            "nanoseconds": self.nanoseconds,
+            "least": self.least,
+            "ratio": self.ratio,
+            "samples": {"step": self.steps, "serial": self.serial, "bare": self.bare},
+        }
 
 
 def cpu(
@@ -57,26 +76,29 @@ def cpu(
     one = Contestant("serial", Cuboid())
     able = {each.name: each for each in (Contestant("cuboid", shape) for shape in feasible(problem, ranks))}
     many = [able[name] for name in begin_with(only, list(able))]
-    seconds: dict[Contestant, list[float]] = {each: [] for each in (one, *many)}
+    steps: dict[Contestant, list[float]] = {each: [] for each in (one, *many)}
+    bares: dict[Contestant, list[float]] = {each: [] for each in many}
     with Pool(1) as alone, Pool(ranks) as together:
-        costs = {each: together.run(bare, each, problem) for each in many}
+        sent = {each: together.run(messages, each, problem) for each in many}
         for i in range(rounds):
             console.print(f"round {i + 1} of {rounds}", highlight=False)
             for each in (one, *many) if i % 2 == 0 else (*reversed(many), one):
                 times = (alone if each is one else together).run(turn, each, problem, STEPS, False)
-                seconds[each] += [sum(rank.cpu for rank in step) for step in zip(*times, strict=True)]
-    serial, found = Spread.of(seconds[one]).median, []
+                steps[each] += [sum(rank.cpu for rank in step) for step in zip(*times, strict=True)]
+                if each is not one:
+                    played = together.run(bare, each.shape, sent[each])
+                    bares[each] += [sum(ranks) for ranks in zip(*played, strict=True)]
+    found = []
     for each in many:
-        sent = sum(rank.bytes for rank in costs[each])
-        per_byte = 1e9 * sum(rank.cpu for rank in costs[each]) / sent
-        found.append(Lean(each.name, Spread.of(seconds[each]), serial, sent, per_byte))
+        bytes_sent = sum(message.bytes for rank in sent[each] for message in rank)
+        found.append(Lean(each.name, steps[each], steps[one], bares[each], bytes_sent))
     out.mkdir(parents=True, exist_ok=True)
     report = {"machine": machine(), "problem": problem.export(), "rows": [each.export() for each in found]}
     (out / "cpu.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     columns = ("layout", "CPU s a step", "one device", "sent, MB", "ns a byte", "least", "step / least")
     table = Table(*columns, title="CPU seconds a step, all ranks together, links unshaped", title_justify="left")
     for row in found:
-        numbers = (row.step.median, row.serial, 1e-6 * row.bytes, row.nanoseconds, row.least, row.ratio)
+        numbers = (row.step.median, median(row.serial), 1e-6 * row.bytes, row.nanoseconds, row.least, row.ratio)
         table.add_row(row.name, *(f"{number:.2f}" for number in numbers))
     console.print(table)
     return found

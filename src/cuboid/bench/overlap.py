@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.bench.bare import bare
+from cuboid.bench.bare import bare, messages
 from cuboid.bench.contestant import Contestant, ModelRunner, begin_with
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Spread, machine
@@ -119,7 +120,8 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> t
     on, off = (Contestant("cuboid", shape, overlap) for overlap in (True, False))
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
         probe = min(slowest(pool.run(steps, off, problem, 2)), key=lambda times: times.step)
-        tcp = sum(each.cpu for each in pool.run(bare, on, problem))
+        sent = pool.run(messages, on, problem)
+        tcp = sum(median(rank) for rank in pool.run(bare, shape, sent, 3))
     found, traces = [], {}
     even = even_rate(off, problem, probe) if shape.ranks == 2 else 8e-6 * probe.crossed / probe.step
     for ratio in RATIOS if shape.ranks == 2 else RATIOS[:1]:
