@@ -17,10 +17,11 @@ from cuboid.bench.bound import product_words, regime, step_bytes
 from cuboid.bench.contestant import Contestant, every, possible, scaling
 from cuboid.bench.cpu import Lean
 from cuboid.bench.network import best, egress, feasible
+from cuboid.bench.overlap import Found
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Spread
 from cuboid.bench.run import _progress as progress_of
-from cuboid.bench.turn import count, turn
+from cuboid.bench.turn import Times, count, turn
 from cuboid.cli import app
 from cuboid.cluster import Cluster
 from cuboid.config import ModelConfig
@@ -32,6 +33,7 @@ Pools = Callable[[int], Pool]
 MODEL = ModelConfig("gpt2", layers=1, hidden=64, heads=8, vocab=64, context=64, tied=False)
 PROBLEM = Problem(MODEL, 8, 64)
 SIZES = ["--hidden", "32", "--heads", "8", "--vocab", "32", "--batch", "8", "--seq", "8", "--layers", "1"]
+ENVELOPE = ("bench", "command", "began", "seconds", "settings", "machine")
 
 
 # Formulas
@@ -171,7 +173,9 @@ def test_layouts_end_to_end(tmp_path: Path) -> None:
     assert all(row["bytes_equal_formula"] and len(row["samples"]) == 2 for row in rows.values())
     losses = [row["loss"] for row in rows.values()]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+    assert found.keys() == {*ENVELOPE, "rows"}
     assert found["machine"]["versions"]["torch"]
+    assert found["seconds"] > 0
     assert {path.suffix for path in out.iterdir()} == {".json", ".png", ".svg"}
 
 
@@ -195,7 +199,9 @@ def test_cpu_end_to_end(tmp_path: Path) -> None:
     words = ["--ranks", "2", "--rounds", "1", "--hidden", "16", "--only", "cuboid (1,2", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["bench", "cpu", *words])
     assert done.exit_code == 0, done.output
-    (row,) = json.loads((tmp_path / "cpu.json").read_text())["rows"]
+    found = json.loads((tmp_path / "cpu.json").read_text())
+    assert found.keys() == {*ENVELOPE, "problem", "rows"}
+    (row,) = found["rows"]
     assert row["name"] == "cuboid (1,2,1)"
     assert {name: len(samples) for name, samples in row["samples"].items()} == {"step": 5, "serial": 5, "bare": 2}
 
@@ -203,6 +209,17 @@ def test_cpu_end_to_end(tmp_path: Path) -> None:
 def test_the_least_of_cpu_seconds() -> None:
     lean = Lean("cuboid", steps=[9.0, 6.0, 7.0], serial=[4.0, 5.0, 4.5], bare=[1.0, 0.5, 0.2], bytes=10**9)
     assert (lean.least, lean.ratio, lean.nanoseconds) == (5.0, 1.4, 0.5)
+
+
+def test_overlap_s_figures_come_from_its_samples() -> None:
+    off = [Times(2.0, 3.0, 1.0, exposed, 100, 1.5, 0.0) for exposed in (3.0, 4.0, 5.0)]
+    on = [Times(1.0, 2.0, 1.0, exposed, 100, 2.0, 0.0) for exposed in (0.5, 1.0, 1.5)]
+    row = Found("(2,1,1)", 1.0, "8mbit", on, off, traced=2.0, tcps=[0.5], ranks=2, bytes=96).export()
+    wanted = {"compute": 2.0, "communication": 4.0, "measured_ratio": 2.0, "exposed": 1.0, "cpu": 4.0, "gain": 1.5}
+    wanted |= {"above_best": 1.0, "exposed_share": 0.25, "traced_share": 0.5, "bytes": 96}
+    assert {name: row[name] for name in wanted} == wanted
+    assert [step["exposed"] for step in row["samples"]["off"]] == [3.0, 4.0, 5.0]
+    assert json.dumps(row)
 
 
 def test_bare_collectives_send_the_step_s_bytes(pool: Pools) -> None:
@@ -219,6 +236,7 @@ def test_accuracy_end_to_end(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "accuracy", "--steps", "2", "--only", "2-D", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "accuracy.json").read_text())
+    assert found.keys() == {*ENVELOPE, "steps", "largest_relative_difference_to_serial", "losses"}
     assert found["losses"].keys() == {"serial", "2-D, 2×2"}
     assert max(found["largest_relative_difference_to_serial"].values()) < 1e-5
     assert (tmp_path / "accuracy.png").is_file()

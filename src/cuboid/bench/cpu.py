@@ -4,7 +4,6 @@ Links are not shaped, so that nobody waits for more than cores. A step that did 
 over the ranks, and its collectives would take exactly the sum.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from cuboid.bench.bare import bare, messages
 from cuboid.bench.contestant import Contestant, begin_with
 from cuboid.bench.network import feasible
 from cuboid.bench.problem import Problem
-from cuboid.bench.result import Spread, machine
+from cuboid.bench.result import Report, Spread
 from cuboid.bench.turn import turn
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool
@@ -76,6 +75,7 @@ def cpu(
     one = Contestant("serial", Cuboid())
     able = {each.name: each for each in (Contestant("cuboid", shape) for shape in feasible(problem, ranks))}
     many = [able[name] for name in begin_with(only, list(able))]
+    report = Report("cpu", {"ranks": ranks, "rounds": rounds, "steps": STEPS})
     steps: dict[Contestant, list[float]] = {each: [] for each in (one, *many)}
     bares: dict[Contestant, list[float]] = {each: [] for each in many}
     with Pool(1) as alone, Pool(ranks) as together:
@@ -92,9 +92,7 @@ def cpu(
     for each in many:
         bytes_sent = sum(message.bytes for rank in sent[each] for message in rank)
         found.append(Lean(each.name, steps[each], steps[one], bares[each], bytes_sent))
-    out.mkdir(parents=True, exist_ok=True)
-    report = {"machine": machine(), "problem": problem.export(), "rows": [each.export() for each in found]}
-    (out / "cpu.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    report.write(out / "cpu.json", {"problem": problem.export(), "rows": [each.export() for each in found]})
     columns = ("layout", "CPU s a step", "one device", "sent, MB", "ns a byte", "least", "step / least")
     table = Table(*columns, title="CPU seconds a step, all ranks together, links unshaped", title_justify="left")
     for row in found:
