@@ -1,29 +1,39 @@
 """The benchmark counts, times and compares what it says it does."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import namespaces
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from cuboid.bench.bare import Message, bare, messages
 from cuboid.bench.bound import product_words, regime, step_bytes
 from cuboid.bench.contestant import Contestant, every, possible, scaling
-from cuboid.bench.network import best, egress
+from cuboid.bench.cpu import Lean
+from cuboid.bench.network import best, egress, feasible
+from cuboid.bench.overlap import Found
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Spread
-from cuboid.bench.turn import count, turn
+from cuboid.bench.run import _progress as progress_of
+from cuboid.bench.turn import Times, count, turn
 from cuboid.cli import app
 from cuboid.cluster import Cluster
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool
 from cuboid.mesh import Cuboid
+from cuboid.parallel.cuboid import Policy
 
 Pools = Callable[[int], Pool]
 MODEL = ModelConfig("gpt2", layers=1, hidden=64, heads=8, vocab=64, context=64, tied=False)
 PROBLEM = Problem(MODEL, 8, 64)
 SIZES = ["--hidden", "32", "--heads", "8", "--vocab", "32", "--batch", "8", "--seq", "8", "--layers", "1"]
+ENVELOPE = ("bench", "command", "began", "seconds", "settings", "machine")
 
 
 # Formulas
@@ -41,12 +51,29 @@ def test_the_bound_in_its_three_regimes() -> None:
         assert product_words((m, n, k), int(edge)) == pytest.approx(product_words((m, n, k), int(edge) + 1), rel=0.2)
 
 
-def test_no_cuboid_that_gathers_again_beats_the_bound() -> None:
-    for ranks in (4, 8, 16, 64):
-        for contestant in every(PROBLEM, ranks):
-            if contestant.way == "cuboid" and ranks <= 8:
-                sent = sum(contestant.cost(PROBLEM, 0).bytes().values())
-                assert sent > 0.5 * step_bytes(PROBLEM, ranks)  # retained operands save a third of the gathers
+def bound_of_shared_gathers(problem: Problem, ranks: int) -> float:
+    """As `step_bytes`, with q, k and v, for which a cuboid gathers X once, as one product."""
+    c = problem.config
+    shapes = [(c.hidden, c.q_dim + 2 * c.kv_dim), (c.hidden, c.ffn), (c.q_dim, c.hidden), (c.ffn, c.hidden)]
+    shapes = shapes * c.layers + [(c.hidden, c.vocab)]
+    return 3 * 4 * sum(product_words((problem.tokens, k, n), ranks) for k, n in shapes)
+
+
+def test_no_cuboid_sends_less_than_two_thirds_of_the_bound() -> None:
+    """X, W and Y, or their gradients, take part in three products, for each of which the bound has them move. A cuboid
+    moves each twice at least: dY is gathered once for two products, and so are X and W where they are kept."""
+    least = {}
+    for policy in (Policy(a, w) for a in ("regather", "retain") for w in ("regather", "retain")):  # type: ignore[arg-type]
+        problem, found = Problem(MODEL.replace(layers=16), 8, 64, policy), []
+        for ranks in (2, 4, 8, 16, 64):
+            bound = bound_of_shared_gathers(problem, ranks)
+            assert bound <= step_bytes(problem, ranks)
+            for contestant in (Contestant("cuboid", shape, False) for shape in feasible(problem, ranks)):
+                found.append(sum(contestant.cost(problem, 0).bytes().values()) / bound)
+        least[policy.activations, policy.weights] = min(found)
+    assert min(least.values()) > 2 / 3
+    assert least["retain", "retain"] < 0.7  # on (2,1,1) weights alone move, twice: nothing but the embedding is above
+    assert least["retain", "retain"] < least["retain", "regather"] < least["regather", "regather"]
 
 
 def test_quartiles() -> None:
@@ -88,7 +115,10 @@ def test_who_takes_part() -> None:
     assert "cube" in names[8]
     assert "2-D" not in names[8]
     few = Problem(MODEL.replace(heads=2, kv_heads=2, head_dim=32), 8, 64)
-    assert "1-D" not in [c.way for c in possible(every(few, 4), few)]  # two heads cannot be cut by four
+    able, left_out = possible(every(few, 4), few)
+    assert "1-D" not in [c.way for c in able]
+    assert "heads=2" in left_out["1-D"]  # two cannot be cut by four
+    assert {c.name for c in able} | left_out.keys() == {c.name for c in every(few, 4)}
 
 
 # Ranks
@@ -143,14 +173,70 @@ def test_layouts_end_to_end(tmp_path: Path) -> None:
     assert all(row["bytes_equal_formula"] and len(row["samples"]) == 2 for row in rows.values())
     losses = [row["loss"] for row in rows.values()]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+    assert found.keys() == {*ENVELOPE, "rows"}
     assert found["machine"]["versions"]["torch"]
+    assert found["seconds"] > 0
     assert {path.suffix for path in out.iterdir()} == {".json", ".png", ".svg"}
+
+
+def test_a_sweep_counts_once_and_its_progress_ends(tmp_path: Path) -> None:
+    words = ["bench", "layouts", "--ranks", "2", "--rounds", "1", "--steps", "1", "--rate", ",", "--only", "cuboid (2"]
+    done = CliRunner().invoke(app, [*words, *SIZES, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert re.findall(r"^\[(\d+)/(\d+)\]", done.output, re.M) == [("0", "3"), ("1", "3"), ("2", "3")]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_ends_full(terminal: bool) -> None:
+    console = Console(file=StringIO(), force_terminal=terminal, width=80)
+    with progress_of(2, console) as told:
+        told("one")
+        told("two")
+    assert ("2/2" if terminal else "[1/2] two") in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_cpu_end_to_end(tmp_path: Path) -> None:
+    words = ["--ranks", "2", "--rounds", "1", "--hidden", "16", "--only", "cuboid (1,2", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, ["bench", "cpu", *words])
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "cpu.json").read_text())
+    assert found.keys() == {*ENVELOPE, "problem", "rows"}
+    (row,) = found["rows"]
+    assert row["name"] == "cuboid (1,2,1)"
+    assert {name: len(samples) for name, samples in row["samples"].items()} == {"step": 5, "serial": 5, "bare": 2}
+
+
+def test_the_least_of_cpu_seconds() -> None:
+    lean = Lean("cuboid", steps=[9.0, 6.0, 7.0], serial=[4.0, 5.0, 4.5], bare=[1.0, 0.5, 0.2], bytes=10**9)
+    assert (lean.least, lean.ratio, lean.nanoseconds) == (5.0, 1.4, 0.5)
+
+
+def test_overlap_s_figures_come_from_its_samples() -> None:
+    off = [Times(2.0, 3.0, 1.0, exposed, 100, 1.5, 0.0) for exposed in (3.0, 4.0, 5.0)]
+    on = [Times(1.0, 2.0, 1.0, exposed, 100, 2.0, 0.0) for exposed in (0.5, 1.0, 1.5)]
+    row = Found("(2,1,1)", 1.0, "8mbit", on, off, traced=2.0, tcps=[0.5], ranks=2, bytes=96).export()
+    wanted = {"compute": 2.0, "communication": 4.0, "measured_ratio": 2.0, "exposed": 1.0, "cpu": 4.0, "gain": 1.5}
+    wanted |= {"above_best": 1.0, "exposed_share": 0.25, "traced_share": 0.5, "bytes": 96}
+    assert {name: row[name] for name in wanted} == wanted
+    assert [step["exposed"] for step in row["samples"]["off"]] == [3.0, 4.0, 5.0]
+    assert json.dumps(row)
+
+
+def test_bare_collectives_send_the_step_s_bytes(pool: Pools) -> None:
+    chosen = Contestant("cuboid", Cuboid(2, 2, 2))
+    sent = pool(8).run(messages, chosen, PROBLEM)
+    assert len(pool(8).run(bare, chosen.shape, sent)[0]) == 2
+    counts = chosen.cost(PROBLEM, 0).bytes()
+    for axis in ("x", "y", "z"):
+        assert sum(each.bytes for each in sent[0] if each.axis == axis) >= counts[axis]
+    assert [Message("x", kind, 96).given(4) for kind in ("all_gather", "reduce_scatter", "all_reduce")] == [8, 32, 16]
 
 
 def test_accuracy_end_to_end(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "accuracy", "--steps", "2", "--only", "2-D", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "accuracy.json").read_text())
+    assert found.keys() == {*ENVELOPE, "steps", "largest_relative_difference_to_serial", "losses"}
     assert found["losses"].keys() == {"serial", "2-D, 2×2"}
     assert max(found["largest_relative_difference_to_serial"].values()) < 1e-5
     assert (tmp_path / "accuracy.png").is_file()
@@ -163,8 +249,18 @@ def test_accuracy_end_to_end(tmp_path: Path) -> None:
         (["strong", "--ranks", "8,x"], "whole numbers"),
         (["strong", "--rate", "quick"], "25mbit"),
         (["layouts", "--only", "9-D"], "beginning of none"),
+        (["layouts", "--ranks", "4", "--heads", "2", "--only", "1-D"], "--only '1-D': 1-D cannot run: heads=2"),
         (["layouts", "--activations", "keep"], "regather, retain"),
         (["strong", "--ranks", "7", "--heads", "64"], "do not fill hosts"),
+        (["layouts", "--hosts", "2"], "--hosts: hosts are made where links have a rate; add --rate"),
+        (["strong", "--rate", "", "--hosts", "2"], "--hosts: hosts are made"),
+        (["layouts", "--ranks-per-host", "2"], "--ranks-per-host: hosts are made"),
+        (["strong", "--hosts", "2", "--ranks", "8"], "give one of them"),
+        (["overlap", "--seq", "8", "--ranks", "2"], "overlap has no use for --ranks, --seq; it takes --activations"),
+        (["cpu", "--rate", "8mbit"], "cpu has no use for --rate; it takes --hidden, --only, --out"),
+        (["cpu", "--ranks", "4,8"], "--ranks 4,8: cpu takes one number"),
+        (["cpu", "--only", "cube"], "beginning of none of cuboid (1,1,8)"),
+        (["accuracy", "--rounds", "2"], "accuracy has no use for --rounds; it takes --only, --out, --quick, --steps"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(words: list[str], says: str, tmp_path: Path) -> None:
@@ -172,3 +268,39 @@ def test_bad_input_is_refused_before_any_work(words: list[str], says: str, tmp_p
     assert isinstance(done.exception, ValueError)
     assert says in str(done.exception)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["strong"], "install iproute2 .*; or run on this machine's loopback with --rate ''"),
+        (["layouts", "--rate", "8mbit"], "or run on this machine's loopback with --rate ''"),
+        (["overlap"], "bench overlap cannot do without hosts, which need root and iproute2"),
+    ],
+)
+def test_no_hosts_are_found_out_before_any_work(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    done = CliRunner().invoke(app, ["bench", *words, "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, ValueError)
+    assert re.search(says, str(done.exception))
+    assert "--hosts" not in str(done.exception)
+    assert done.output == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["overlap"], "bench overlap starts ranks of its own; run it without torchrun"),
+        (["cpu"], "bench cpu starts ranks of its own"),
+        (["accuracy"], "bench accuracy starts ranks of its own"),
+        (["layouts", "--rate", "8mbit"], "leave --rate out"),
+    ],
+)
+def test_what_torchrun_cannot_start(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ValueError, match=says):
+        CliRunner().invoke(app, ["bench", *words], catch_exceptions=False)

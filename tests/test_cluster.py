@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid import cluster
-from cuboid.cluster import Cluster, bits_per_second, sent
+from cuboid.cluster import Cluster, bits_per_second, sent, try_hosts
 from cuboid.launch import Pool, World
 
 MB = 1 << 20
@@ -179,7 +179,7 @@ def refused(pipe: connection.Connection) -> None:
         os.setgroups([])
         os.setuid(65534)
     try:
-        Cluster(2).__enter__()
+        try_hosts("walk")
     except ValueError as error:
         pipe.send(str(error))
 
@@ -193,7 +193,7 @@ def test_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs.close()
     assert ours.recv() == (
         "no network namespace could be made (Operation not permitted): hosts need root, or a container with the "
-        "capabilities SYS_ADMIN and NET_ADMIN; leave --hosts out to run local ranks, without shaped links"
+        "capabilities SYS_ADMIN and NET_ADMIN; walk"
     )
     process.join()
 
@@ -201,14 +201,14 @@ def test_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        (["tc"], r"hosts are made with tc, not found here: install iproute2 \(Debian's names\), or leave --hosts out"),
+        (["tc"], r"hosts are made with tc, not found here: install iproute2 \(Debian's names\); walk"),
         (["ip", "nsenter"], r"hosts are made with ip, nsenter, not found here: install iproute2 and util-linux \("),
     ],
 )
 def test_tools_are_missing(missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool in missing else f"/usr/bin/{tool}")
     with pytest.raises(ValueError, match=said):
-        Cluster(1)
+        try_hosts("walk")
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ MTU = 9000  # few frames a second, yet none that keeps a slow link busy for long
 MOST_HOSTS = 1000  # a bridge has 1023 ports, a process 1024 files
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}  # and the Debian packages that have them
-WITHOUT = "leave --hosts out to run local ranks, without shaped links"
-RIGHTS = f"hosts need root, or a container with the capabilities SYS_ADMIN and NET_ADMIN; {WITHOUT}"
+RIGHTS = "hosts need root, or a container with the capabilities SYS_ADMIN and NET_ADMIN"
 
 
 def sent(device: str = "eth0") -> int:
@@ -97,8 +96,7 @@ class Cluster:
         if missing:
             packages = " and ".join(sorted({TOOLS[tool] for tool in missing}))
             raise ValueError(
-                f"hosts are made with {', '.join(missing)}, not found here: install {packages} (Debian's names), "
-                f"or {WITHOUT}"
+                f"hosts are made with {', '.join(missing)}, not found here: install {packages} (Debian's names)"
             )
         self.size, self.rate, self._shape = hosts, rate, _shape(rate)
         self.keeper = 0
@@ -131,6 +129,15 @@ class Cluster:
         _batch(host, "ip", links)
         if self._shape:
             _batch(host, "tc", (f"qdisc add dev {device} root {self._shape}" for device in shaped))
+
+
+def try_hosts(instead: str) -> None:
+    """Make one and end it, before any work; `instead` is what to do where that fails."""
+    try:
+        with Cluster(1, "1gbit"):
+            pass
+    except ValueError as error:
+        raise ValueError(f"{error}; {instead}") from None
 
 
 def _shape(rate: str) -> str:

@@ -1,13 +1,14 @@
 """Do all layouts learn alike? Train one model on one text with each of them, and compare the loss curves."""
 
-import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from cuboid.bench.contestant import begin_with
+from cuboid.bench.result import Report
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
 from cuboid.mesh import Cuboid, Mesh
@@ -59,15 +60,15 @@ def accuracy(steps: int, out: Path, console: Console, only: Sequence[str] = ("",
     asked = ["serial", *begin_with(only, list(CONTESTANTS))]
     chosen = {name: who for name, who in CONTESTANTS.items() if name in asked}
     config = load(None, [f"schedule.steps={steps}", f"schedule.warmup={min(steps, 20)}", "model.dropout=0.1"])
+    report = Report("accuracy", asdict(config))
     curves: dict[str, list[float]] = {}
     for name, (ranks, layout) in chosen.items():
         with Pool(ranks) as pool:
             curves[name] = pool.run(curve, config, layout, name)[0]
     apart = {name: furthest(curves["serial"], losses) for name, losses in curves.items()}
-    out.mkdir(parents=True, exist_ok=True)
-    plot_curves(curves, out / "accuracy.png", f"{steps} steps of the demo's model, one curve a layout")
     found = {"steps": steps, "largest_relative_difference_to_serial": apart, "losses": curves}
-    (out / "accuracy.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    report.write(out / "accuracy.json", found)
+    plot_curves(curves, out / "accuracy.png", f"{steps} steps of the demo's model, one curve a layout")
     for name, losses in curves.items():
         console.print(
             f"{name:16} loss {losses[0]:.4f} → {losses[-1]:.4f}, from serial's at most {apart[name]:.1e}",

@@ -1,6 +1,8 @@
 """What a step's collectives cost by themselves: the same messages over the same axes, and nothing else."""
 
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -11,43 +13,42 @@ from cuboid.bench.problem import Problem
 from cuboid.bench.turn import take_step
 from cuboid.comm import COLLECTIVES
 from cuboid.launch import World
-from cuboid.ledger import Span
-from cuboid.mesh import Axis
+from cuboid.mesh import Cuboid, Mesh
 
 
 @dataclass(frozen=True)
-class Bare:
-    """Of one step, on one rank."""
+class Message:
+    """A collective, and what a rank sends for it."""
 
-    seconds: float
-    cpu: float  # seconds of all this rank's threads
-    bytes: int  # sent
+    axis: str
+    kind: str
+    bytes: int
+
+    def given(self, p: int) -> int:
+        """Numbers that a rank hands to it, over p ranks."""
+        part = self.bytes // (p - 1) // (8 if self.kind == "all_reduce" else 4)
+        return max(part if self.kind == "all_gather" else part * p, 1)
 
 
-def bare(world: World, contestant: Contestant, problem: Problem, times: int = 3) -> Bare:
-    """The collectives of a step of a cuboid, played one after another, so many times; the mean."""
-    runner = ModelRunner(contestant, problem, world)
-    try:
-        take_step(runner, problem, problem.seq)
+def messages(world: World, contestant: Contestant, problem: Problem) -> list[Message]:
+    """Of one step of a cuboid, on one rank."""
+    with closing(ModelRunner(contestant, problem, world)) as runner:
         runner.ledger.spans = []
         take_step(runner, problem, problem.seq)
-        spans, runner.ledger.spans = runner.ledger.spans, None
-        mesh = runner.mesh
+        return [Message(span.axis, span.kind, span.bytes) for span in runner.ledger.spans]
+
+
+def bare(world: World, shape: Cuboid, ranks: Sequence[Sequence[Message]], times: int = 2) -> list[float]:
+    """Every rank's messages sent one after another, so many times: CPU seconds of this rank's threads, each time. All
+    come from one buffer, made before the clock starts; what arrives has memory of its own, as in a step."""
+    with closing(Mesh(shape, world.rank, world.device, per_host=world.local_size)) as mesh:
         axes = {axis.name: axis for axis in (mesh.data, mesh.x, mesh.y, mesh.z, mesh.world)}
-        _play(spans, axes)
-        dist.barrier()
-        start, cpu = time.perf_counter(), time.process_time()
-        for _ in range(times):
-            _play(spans, axes)
-        cpu, seconds = time.process_time() - cpu, time.perf_counter() - start
-    finally:
-        runner.close()
-    return Bare(seconds / times, cpu / times, sum(span.bytes for span in spans))
-
-
-def _play(spans: list[Span], axes: dict[str, Axis]) -> None:
-    for span in spans:
-        axis = axes[span.axis]
-        whole = span.bytes * axis.size // (axis.size - 1) // (8 if span.kind == "all_reduce" else 4)
-        given = whole // axis.size if span.kind == "all_gather" else whole // axis.size * axis.size
-        COLLECTIVES[span.kind](torch.zeros(max(given, 1)), axis).wait()  # type: ignore[index]
+        sizes = [each.given(axes[each.axis].size) for each in ranks[world.rank]]
+        buffer, seconds = torch.zeros(max(sizes)), []
+        for _ in range(1 + times):  # the first opens connections and makes memory
+            dist.barrier()
+            start = time.process_time()
+            for each, size in zip(ranks[world.rank], sizes, strict=True):
+                COLLECTIVES[each.kind](buffer[:size], axes[each.axis]).wait()  # type: ignore[index]
+            seconds.append(time.process_time() - start)
+    return seconds[1:]

@@ -1,6 +1,6 @@
 """The ways of spreading one model over the same ranks, each ready to take training steps."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isqrt
@@ -224,21 +224,26 @@ def every(problem: Problem, ranks: int) -> Iterator[Contestant]:
         yield Contestant("native ideal", Cuboid(ranks // tp, tp, 1))
 
 
-def possible(contestants: Iterable[Contestant], problem: Problem) -> list[Contestant]:
-    """Those that can run this problem: a layout may need more heads or a larger batch than there are."""
-    found = []
+def possible(contestants: Iterable[Contestant], problem: Problem) -> tuple[list[Contestant], dict[str, str]]:
+    """Those that can run this problem, and why the others, by name, cannot: a layout may need more heads or a larger
+    batch than there are."""
+    found, left_out = [], {}
     for contestant in contestants:
         try:
             contestant.cost(problem, 0)
-        except ValueError:
-            continue
-        found.append(contestant)
-    return found
+        except ValueError as error:
+            left_out[contestant.name] = str(error)
+        else:
+            found.append(contestant)
+    return found, left_out
 
 
-def begin_with(only: Sequence[str], names: Sequence[str]) -> list[str]:
+def begin_with(only: Sequence[str], names: Sequence[str], left_out: Mapping[str, str] | None = None) -> list[str]:
     """The names that begin with one of `only`, each of which must begin some."""
     for each in only:
         if not any(name.startswith(each) for name in names):
+            for name, why in (left_out or {}).items():
+                if name.startswith(each):
+                    raise ValueError(f"--only {each!r}: {name} cannot run: {why}")
             raise ValueError(f"--only {each!r} is the beginning of none of {', '.join(names)}")
     return [name for name in names if name.startswith(tuple(only))]

@@ -7,23 +7,23 @@ Eight ranks share their cores with one another and with TCP: there the rate is s
 bytes as the cores over the whole step.
 """
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.bench.bare import bare
+from cuboid.bench.bare import bare, messages
 from cuboid.bench.contestant import Contestant, ModelRunner, begin_with
 from cuboid.bench.problem import Problem
-from cuboid.bench.result import Spread, machine
+from cuboid.bench.result import Report, Spread
 from cuboid.bench.turn import Times, slowest, take_step, timed_step, turn
-from cuboid.cluster import Cluster
+from cuboid.cluster import Cluster, try_hosts
 from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
 from cuboid.mesh import Cuboid
@@ -37,19 +37,54 @@ UNSHAPED = "10gbit"
 
 @dataclass(frozen=True)
 class Found:
-    """One shape at one rate; seconds of the slowest rank, medians with quartiles."""
+    """One shape at one rate; seconds of the slowest rank."""
 
     shape: str
     ratio: float  # of communication to compute, as asked
     rate: str
-    on: Spread
-    off: Spread
-    compute: float  # alone
-    communication: float  # alone
-    exposed: float  # with the schedule on, by the ledger
-    traced: float  # the same of one further step, by its trace
-    cpu: float  # seconds of all ranks together, with the schedule on
-    tcp: float  # the same of the step's collectives by themselves
+    ons: list[Times]  # every step with the schedule on
+    offs: list[Times]
+    traced: float  # seconds exposed in one further step, by its trace
+    tcps: list[float]  # CPU seconds of all ranks together for the step's collectives by themselves, each time
+    ranks: int
+    bytes: int  # that the busiest rank sends in a step
+
+    @property
+    def on(self) -> Spread:
+        return Spread.of([times.step for times in self.ons])
+
+    @property
+    def off(self) -> Spread:
+        return Spread.of([times.step for times in self.offs])
+
+    @property
+    def compute(self) -> float:
+        """Alone."""
+        return median(times.step - times.exposed for times in self.offs)
+
+    @property
+    def communication(self) -> float:
+        """Alone."""
+        return median(times.exposed for times in self.offs)
+
+    @property
+    def measured_ratio(self) -> float:
+        """Of communication to compute, as it came out."""
+        return self.communication / self.compute
+
+    @property
+    def exposed(self) -> float:
+        """With the schedule on, by the ledger."""
+        return median(times.exposed for times in self.ons)
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of all ranks together, with the schedule on."""
+        return self.ranks * median(times.cpu for times in self.ons)
+
+    @property
+    def tcp(self) -> float:
+        return median(self.tcps)
 
     @property
     def gain(self) -> float:
@@ -69,18 +104,22 @@ class Found:
         return self.traced / self.communication
 
     def export(self) -> dict[str, Any]:
-        shares = {name: getattr(self, name) for name in ("gain", "above_best", "exposed_share", "traced_share")}
-        return asdict(self) | shares
+        plain = "shape ratio measured_ratio rate bytes compute communication exposed traced cpu tcp gain above_best"
+        names = [*plain.split(), "exposed_share", "traced_share"]
+        samples = {"on": [asdict(each) for each in self.ons], "off": [asdict(each) for each in self.offs]}
+        spreads = {"on": asdict(self.on), "off": asdict(self.off), "samples": samples | {"tcp": self.tcps}}
+        return {name: getattr(self, name) for name in names} | spreads
 
     def cells(self) -> list[str]:
         """A row of the table, under `COLUMNS`."""
         seconds = [f"{value:.2f}" for value in (self.off.median, self.on.median)]
         alone = [f"{value:.2f}" for value in (self.compute, self.communication, self.above_best)]
         shares = [f"{self.exposed_share:.0%}", f"{self.traced_share:.0%}", f"{self.cpu:.2f}", f"{self.tcp:.2f}"]
-        return [self.shape, f"{self.ratio:g}", self.rate, *seconds, f"{self.gain:.2f} ×", *alone, *shares]
+        which = [self.shape, f"{self.measured_ratio:.2f} ({self.ratio:g})", self.rate]
+        return [*which, *seconds, f"{self.gain:.2f} ×", *alone, *shares]
 
 
-COLUMNS = ["cuboid", "comm : compute", "rate", "off", "on", "gain", "compute", "comm", "on / longer"]
+COLUMNS = ["cuboid", "comm : compute (asked)", "rate", "off", "on", "gain", "compute", "comm", "on / longer"]
 COLUMNS += ["exposed", "in trace", "CPU s", "of it TCP"]
 
 
@@ -119,7 +158,9 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> t
     on, off = (Contestant("cuboid", shape, overlap) for overlap in (True, False))
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
         probe = min(slowest(pool.run(steps, off, problem, 2)), key=lambda times: times.step)
-        tcp = sum(each.cpu for each in pool.run(bare, on, problem))
+        told = pool.run(messages, on, problem)
+        tcps = [sum(ranks) for ranks in zip(*pool.run(bare, shape, told, 3), strict=True)]
+    sent = max(sum(message.bytes for message in rank) for rank in told)
     found, traces = [], {}
     even = even_rate(off, problem, probe) if shape.ranks == 2 else 8e-6 * probe.crossed / probe.step
     for ratio in RATIOS if shape.ranks == 2 else RATIOS[:1]:
@@ -134,19 +175,7 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> t
             last = {name: pool.run(traced, each, problem)[0] for name, each in (("off", off), ("on", on))}
         if ratio == 1:
             traces = {f"schedule {name}": trace for name, trace in last.items()}
-        alone, waits, exposed = (
-            Spread.of(values).median
-            for values in (
-                [times.step - times.exposed for times in offs],
-                [times.exposed for times in offs],
-                [times.exposed for times in ons],
-            )
-        )
-        step_on, step_off = (Spread.of([times.step for times in each]) for each in (ons, offs))
-        cpu = Spread.of([times.cpu for times in ons]).median * shape.ranks
-        found.append(
-            Found(str(shape), ratio, rate, step_on, step_off, alone, waits, exposed, last["on"].exposed(), cpu, tcp)
-        )
+        found.append(Found(str(shape), ratio, rate, ons, offs, last["on"].exposed(), tcps, shape.ranks, sent))
     return found, traces
 
 
@@ -167,14 +196,15 @@ def overlap(
     model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=128, tied=False)
     problem, found = Problem(model, batch, 128, policy), []
     names = begin_with(only, [str(shape) for shape in SHAPES])
-    out.mkdir(parents=True, exist_ok=True)
+    try_hosts("bench overlap cannot do without hosts, which need root and iproute2")
     for shape in (shape for shape in SHAPES if str(shape) in names):
+        report = Report("overlap", {"rounds": rounds, "ratios": RATIOS})
         rows, traces = measure(shape, problem, rounds, console)
         found += rows
         path = out / f"overlap-{shape.x}{shape.y}{shape.z}.png"
+        found_here = {"problem": problem.export(), "rows": [row.export() for row in rows]}
+        report.write(path.with_suffix(".json"), found_here)
         draw(traces, path)
-        report = {"machine": machine(), "problem": problem.export(), "rows": [row.export() for row in rows]}
-        path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     table = Table(*COLUMNS, title="Seconds a step, schedule off and on", title_justify="left")
     for each in found:
         table.add_row(*each.cells())

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -106,26 +107,35 @@ class Row:
 
 
 @dataclass
-class Result:
+class Report:
+    """What every benchmark's JSON says first. Make it before measuring: the machine's load is of then."""
+
     bench: str
     settings: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     machine: dict[str, Any] = field(default_factory=lambda: machine())
+    clock: float = field(default_factory=time.monotonic)
 
-    def save(self, folder: Path) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.bench}.json"
-        found = {
+    def write(self, path: Path, found: dict[str, Any]) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        first = {
             "bench": self.bench,
             "command": " ".join(["cuboid", *sys.argv[1:]]),
             "began": self.began,
+            "seconds": round(time.monotonic() - self.clock, 1),
             "settings": self.settings,
             "machine": self.machine | {"load_at_end": os.getloadavg()},
-            "rows": [row.export() for row in self.rows],
         }
-        path.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        path.write_text(json.dumps(first | found, indent=1) + "\n", "utf-8")
         return path
+
+
+@dataclass
+class Result(Report):
+    rows: list[Row] = field(default_factory=list)
+
+    def save(self, folder: Path) -> Path:
+        return self.write(folder / f"{self.bench}.json", {"rows": [row.export() for row in self.rows]})
 
 
 def machine() -> dict[str, Any]:

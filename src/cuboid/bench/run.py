@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count as count_up
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,7 +55,8 @@ class Started:
 
 def bench(result: Result, trials: Sequence[Trial], pace: Pace, out: Path, console: Console) -> Result:
     """Rows are added to the result and saved as they come."""
-    total = sum(len(trial.contestants) * (pace.rounds + 1) for trial in trials)
+    counts = {(trial.problem, contestant) for trial in trials for contestant in trial.contestants}
+    total = len(counts) + sum(len(trial.contestants) * pace.rounds for trial in trials)
     counted: dict[tuple[Problem, Contestant], list[Count]] = {}
     with ExitStack() as stack:
         started = None
@@ -105,15 +107,12 @@ def _ranks(trial: Trial, pace: Pace, started: Started | None, shaped: bool) -> I
 @contextmanager
 def _progress(total: int, console: Console) -> Iterator[Callable[[str], None]]:
     """A bar on a terminal, a line for each turn elsewhere. Call it with what begins."""
+    done = count_up()
     if not console.is_terminal:
-        done = iter(range(total))
         yield lambda text: console.print(f"[{next(done)}/{total}] {text}", markup=False, highlight=False)
         return
     columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
-        task = progress.add_task("", total=total + 1)
-
-        def told(text: str) -> None:
-            progress.update(task, description=text, advance=1)
-
-        yield told
+        task = progress.add_task("", total=total)
+        yield lambda text: progress.update(task, description=text, completed=next(done))
+        progress.update(task, description="", completed=total)

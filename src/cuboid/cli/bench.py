@@ -18,7 +18,7 @@ from cuboid.bench.result import Result
 from cuboid.bench.run import Pace, Trial
 from cuboid.bench.run import bench as run_bench
 from cuboid.bench.table import show
-from cuboid.cluster import bits_per_second
+from cuboid.cluster import bits_per_second, try_hosts
 from cuboid.config import ModelConfig
 from cuboid.launch import is_first, under_torchrun
 from cuboid.parallel.cuboid import Policy
@@ -51,8 +51,20 @@ QUICK = {
     "layouts": Setting("8", hidden=256, heads=8, batch=16, seq=64, rate="", rounds=3),
 }
 
+TIMED = {"ranks", "hosts", "ranks_per_host", "rate", "rounds", "steps", "only", "layers", "hidden", "heads", "vocab"}
+TIMED |= {"batch", "seq", "activations", "weights"}
+COMMON = {"quick", "out"}
+#: The options that each benchmark takes, with those common to all.
+TAKES = {
+    **dict.fromkeys(SETTINGS, TIMED),
+    "overlap": {"rounds", "only", "layers", "hidden", "batch", "activations", "weights"},
+    "cpu": {"ranks", "rounds", "only", "hidden"},
+    "accuracy": {"steps", "only"},
+}
+
 
 def bench(
+    ctx: typer.Context,
     what: Annotated[
         str,
         typer.Argument(
@@ -93,33 +105,43 @@ def bench(
     On a cluster: torchrun … -m cuboid bench layouts --ranks 64 --rate ''. Sizes left out are the benchmark's own.
     """
     console = Console() if sys.stdout.isatty() else Console(width=132)
+    given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    _check_options(what, given - {"what"})
+    only = only or [""]
     if what == "accuracy":
-        accuracy(steps or (50 if quick else 200), out, console, only or [""])
+        accuracy(steps or (50 if quick else 200), out, console, only)
         return
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     if what == "overlap":
         turns = rounds or (2 if quick else 5)
-        overlap(turns, out, console, only or [""], policy, layers or 8, hidden or 1024, batch or 16)
+        overlap(turns, out, console, only, policy, layers or 8, hidden or 1024, batch or 16)
         return
     if what == "cpu":
-        for size in _whole_numbers(ranks or "8"):
-            cpu(size, rounds or (2 if quick else 5), out, console, hidden or 1024)
+        size, *more = _whole_numbers(ranks or "8")
+        if more:
+            raise ValueError(f"--ranks {ranks}: cpu takes one number; run it once for each, with an --out of its own")
+        cpu(size, rounds or (2 if quick else 5), out, console, only, hidden or 1024)
         return
-    if what not in SETTINGS:
-        raise ValueError(f"there is no benchmark {what!r}; choose one of {', '.join(SETTINGS)}, overlap, cpu, accuracy")
     own = (QUICK if quick else SETTINGS)[what]
     rates = [each.strip() for each in (own.rate if rate is None else rate).split(",")]
     if under_torchrun():
-        rates = [""]  # the network is what it is
+        if rate:
+            raise ValueError(f"--rate {rate}: torchrun's ranks have the network they have; leave --rate out")
+        rates = [""]
     for each in rates:
         if each:
             bits_per_second(each)
+    unused = given & {"hosts", "ranks_per_host"} if what == "layouts" else given & {"hosts"}
+    if unused and not any(rates):
+        raise ValueError(f"{_flags(unused)}: hosts are made where links have a rate; add --rate 25mbit or give --ranks")
     sizes = [hosts * ranks_per_host] if hosts else _whole_numbers(ranks or own.ranks)
     for size in sizes:
         if any(rates) and size % ranks_per_host:
             raise ValueError(
                 f"{size} ranks do not fill hosts of {ranks_per_host}; use a multiple, --ranks-per-host 1 or --rate ''"
             )
+    if any(rates):
+        try_hosts("or run on this machine's loopback with --rate ''")
     seq, hidden, heads = seq or own.seq, hidden or own.hidden, heads or own.heads
     model = ModelConfig("gpt2", layers or own.layers, hidden, heads, vocab or own.vocab, context=seq, tied=False)
     base = Problem(model, batch or own.batch, seq, policy)
@@ -127,8 +149,13 @@ def bench(
     for size in sizes:
         problem = base.grown(size, sizes[0]) if what == "weak" else base
         found = every(problem, size) if what == "layouts" else scaling(problem, size, ranks_per_host)
-        able = {contestant.name: contestant for contestant in possible(found, problem)}
-        chosen = [able[name] for name in begin_with(only or [""], list(able))]
+        contestants, left_out = possible(found, problem)
+        able = {contestant.name: contestant for contestant in contestants}
+        chosen = [able[name] for name in begin_with(only, list(able), left_out)]
+        for name in left_out if is_first() else ():
+            if name.startswith(tuple(only)):
+                line = f"{size} ranks: {name} left out: {left_out[name]}"
+                console.print(line, soft_wrap=True, markup=False, highlight=False)
         for each in rates:
             apart = bool(each) or under_torchrun()
             trials.append(Trial(replace(problem, apart=apart), size, chosen, each))
@@ -139,6 +166,22 @@ def bench(
         show(result, console)
         for path in (result.save(out), *draw(result, out)):
             console.print(str(path.absolute()), soft_wrap=True, highlight=False)
+
+
+def _check_options(what: str, given: set[str]) -> None:
+    """What a benchmark would not look at is refused, lest one believe that it was."""
+    if what not in TAKES:
+        raise ValueError(f"there is no benchmark {what!r}; choose one of {', '.join(TAKES)}")
+    if what not in SETTINGS and under_torchrun():
+        raise ValueError(f"bench {what} starts ranks of its own; run it without torchrun")
+    if unused := given - TAKES[what] - COMMON:
+        raise ValueError(f"bench {what} has no use for {_flags(unused)}; it takes {_flags(TAKES[what] | COMMON)}")
+    if {"ranks", "hosts"} <= given:
+        raise ValueError("--ranks and --hosts both say how many ranks; give one of them")
+
+
+def _flags(names: set[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
 
 
 def _whole_numbers(text: str) -> list[int]:
