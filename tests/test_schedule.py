@@ -203,8 +203,9 @@ def test_waiting_is_no_computing() -> None:
 # No deadlock
 
 
-def late(world: World, shape: Cuboid, steps: int) -> float:
-    """Steps of a tiny model whose ranks are late at random before a collective."""
+def late(world: World, shape: Cuboid, steps: int) -> list[float]:
+    """Steps of two tiny models in turn, the batch of one in parts, on one host, products of the other in chunks, each
+    rank a host, whose ranks are late at random before a collective; and both losses."""
     dice, names = random.Random(world.rank), ("all_gather_single", "all_to_all_single", "all_reduce")
     before = {name: getattr(dist, name) for name in names}
 
@@ -216,26 +217,36 @@ def late(world: World, shape: Cuboid, steps: int) -> float:
 
         return call
 
-    mesh = Mesh(shape, world.rank)
-    model = Transformer(CuboidParallel(MODEL.replace(layers=2), mesh, schedule=Schedule(parts=2)), seed=2)
-    place = model.parallel.place(8, 12)
+    meshes = [Mesh(shape, world.rank), Mesh(shape, world.rank, per_host=1)]
+    config, schedules = MODEL.replace(layers=2), (Schedule(parts=2), Schedule(chunks=2))
+    models = [
+        Transformer(CuboidParallel(config, mesh, schedule=schedule), seed=2)
+        for mesh, schedule in zip(meshes, schedules, strict=True)
+    ]
+    place = models[0].parallel.place(8, 12)
     tokens, targets = (place.take(whole, 0) for whole in batch())
+    losses = [0.0, 0.0]
     for name in names:
         setattr(dist, name, slow(name))
     try:
-        for _ in range(steps):
+        for step in range(steps):
+            model = models[step % 2]
             model.zero_grad()
             loss = model(tokens, targets, place)
             loss.backward()
+            losses[step % 2] = loss.item()
     finally:
         for name in names:
             setattr(dist, name, before[name])
-        mesh.close()
-    return loss.item()
+        for mesh in meshes:
+            mesh.close()
+    return losses
 
 
 @pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), Cuboid(2, 3, 2)], ids=str)
 def test_late_ranks_do_not_lock_each_other(shape: Cuboid, pool: Pools) -> None:
     """More of them: CUBOID_LATE_STEPS=1000 pytest tests/test_schedule.py -k late"""
     steps = int(os.environ.get("CUBOID_LATE_STEPS", "10"))
-    assert len(set(pool(shape.ranks).run(late, shape, steps))) == 1
+    first, *others = pool(shape.ranks).run(late, shape, steps)
+    assert first[0] == pytest.approx(first[1])
+    assert all(each == first for each in others)
