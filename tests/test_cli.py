@@ -159,11 +159,11 @@ def test_a_fault_of_ours_shows_where_it_was(cuboid: Cuboid, monkeypatch: pytest.
 def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path, cuboid: Cuboid) -> None:
     run = tmp_path / "run"
     changes = [*on("2,1,1"), "schedule.steps=1000000", f"logging.folder={run}"]
-    words = [CUBOID, "train", *sets(settings(write_text(tmp_path), *changes))]
+    words = [CUBOID, "train", "--trace", "999998", *sets(settings(write_text(tmp_path), *changes))]
     process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 600
-        while not ((run / "metrics.jsonl").exists() and len(steps_of(run)) > 2):
+        while not ((run / "metrics.jsonl").exists() and len(steps_of(run)) > 3):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -178,6 +178,10 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path, cuboid: Cuboid) -> N
     told = re.search(r"Stopped after step (\d+) of 1000000; all is saved. Go on with:\n  cuboid (.*)", out)
     assert told
     done = int(told[1])
+    shown = json.loads((run / "trace.json").read_text())["traceEvents"]
+    traced = sum(event["name"] == "optimizer" and event["pid"] == 0 for event in shown)
+    assert traced == done - 2  # which warm up
+    assert f"\n  timeline   {run / 'timeline.png'}\n" in out
     said = cuboid(*shlex.split(told[2]), "--set", f"schedule.steps={done + 2}")
     assert said.code == 0, said.err
     assert steps_of(run) == list(range(1, done + 3))

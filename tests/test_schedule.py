@@ -1,13 +1,11 @@
-"""The schedule moves work in time and changes no value; traces tell what it did."""
+"""The schedule moves work in time and changes no value."""
 
-import json
 import os
 import random
 import time
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from shutil import which
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded import EXACT, Case, compare
-from tiny import on, tiny, write_text
 from torch import Tensor
 
 from cuboid.config import ModelConfig
@@ -26,8 +23,6 @@ from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer
 from cuboid.parallel.cuboid import CuboidParallel, suitable_schedule
 from cuboid.schedule import OFF, PREFETCH, Schedule, in_step
-from cuboid.trace import Phase, Trace, draw, events, save
-from cuboid.train.loop import Trainer
 
 Pools = Callable[[int], Pool]
 PARTS, CHUNKS = Schedule(parts=4), Schedule(chunks=2)
@@ -157,47 +152,6 @@ def test_prefetching_costs_two_layers_at_most_whatever_the_depth(pool: Pools) ->
         config = wide.replace(layers=layers)
         off, *on = (max(pool(4).run(peak, config, schedule)) for schedule in (OFF, PREFETCH, PARTS))
         assert max(on) - off <= 2 * layer
-
-
-# Traces
-
-
-def traced(world: World, text: Path) -> tuple[Trace, float]:
-    trainer = Trainer(tiny(text, *on("2,2,1"), "overlap.parts=2"), world)
-    trainer.step()
-    trainer.model.parallel.mesh.ledger.spans = []
-    trainer.step()
-    found = trainer.trace(), trainer.model.parallel.mesh.ledger.exposed()
-    trainer.model.parallel.mesh.close()
-    return found
-
-
-def test_a_trace_and_the_ledger_agree(pool: Pools, tmp_path: Path) -> None:
-    found = pool(4).run(traced, write_text(tmp_path))
-    for trace, exposed in found:
-        assert [phase.name for phase in trace.phases] == ["forward", "backward", "optimizer"]
-        assert trace.exposed() == pytest.approx(exposed, rel=0.05, abs=1e-3)
-        assert {span.axis for span in trace.spans} == {"x", "y", "world"}
-    path = tmp_path / "trace.json"
-    save([trace for trace, _ in found], path)
-    shown = json.loads(path.read_text())["traceEvents"]
-    assert {event["pid"] for event in shown} == {0, 1, 2, 3}
-    lanes = {event["args"]["name"] for event in shown if event["name"] == "thread_name"}
-    assert {"compute", "x", "y", "z"} <= lanes
-    draw({"on": found[0][0]}, tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").stat().st_size > 10_000
-
-
-def test_waiting_is_no_computing() -> None:
-    from cuboid.ledger import Entry, Span
-
-    span = Span("y", "all_gather", 8, 1.0, Entry(), landed=4.0, waited=2.0, resumed=4.0)
-    trace = Trace(0, [span], [Phase("forward", 0.0, 5.0)])
-    assert trace.computing() == [(0.0, 2.0), (4.0, 5.0)]
-    assert trace.exposed() == 2.0
-    bars = [(e["name"], e["ts"], e["dur"]) for e in events([trace]) if e["ph"] == "X"]
-    assert ("all_gather", 1e6, 3e6) in bars
-    assert ("computing", 4e6, 1e6) in bars
 
 
 # No deadlock

@@ -46,6 +46,7 @@ class Transformer(Model):
         self.head = None if c.tied else Table(parallel, c.vocab, c.hidden, c.init_std)
         parts = [part for part in (self.embed, self.positions, *self.blocks, self.norm, self.head) if part is not None]
         self._order = [*self.blocks, self.norm]  # forward's; backward's is its reverse
+        self.between: Callable[[int, Tensor], None] | None = None  # a trace's, called with what goes into block i
         self.finish(parts, seed, dtype, self._order if parallel.schedule.prefetch else ())
 
     def forward(
@@ -124,8 +125,12 @@ class Transformer(Model):
 
             def steps(X: Tensor, at: Place) -> Steps:
                 for i in blocks:
+                    if self.between is not None:
+                        self.between(i, X)
                     with weights(i) as W:
                         X = yield from self.blocks[i](X, W, at, dropout, caches[i] if caches else None)
+                if self.between is not None:
+                    self.between(blocks.stop, X)
                 return X
 
             return in_step([steps(X, at) for X, at in zip(Xs, places, strict=True)])

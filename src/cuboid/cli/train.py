@@ -23,6 +23,7 @@ from cuboid.train.loop import Outcome
 from cuboid.train.loop import train as train_on_rank
 from cuboid.train.progress import duration
 from cuboid.train.run import fresh_path
+from cuboid.train.tracing import check_steps
 
 
 def train(
@@ -42,7 +43,12 @@ def train(
     ] = "",
     hardware: Annotated[str, typer.Option(help="For auto: a preset or a file of cuboid calibrate.")] = "",
     trace: Annotated[
-        int, typer.Option(help="Trace so many steps, after two: trace.json for Perfetto, timeline.png.", min=0)
+        int,
+        typer.Option(
+            help="Trace so many steps, after two: trace.json for Perfetto, and timeline.png, one layer's forward and "
+            "backward with the schedule off and on.",
+            min=0,
+        ),
     ] = 0,
 ) -> None:
     """Train a language model.
@@ -64,6 +70,7 @@ def train(
             config, overrides = run / "config.toml", own + overrides
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
     chosen.check()
+    check_steps(trace, 0, chosen.schedule.steps)
     folder = Path(chosen.logging.folder) if chosen.logging.folder else run or unnamed_folder()
     stop, ranks = Stop(), chosen.cuboid_shape().ranks
     timeout = 2 * chosen.watch.timeout or TIMEOUT  # the watch strikes first, and says more
@@ -117,11 +124,18 @@ def warn(text: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
 
 
+def listed(files: list[tuple[str, Path]]) -> str:
+    return "".join(f"  {what:<11}{path}\n" for what, path in files)
+
+
 def show(outcome: Outcome) -> None:
     console, folder = Console(highlight=False, markup=False, soft_wrap=True), Path(outcome.folder)
+    traces = [("trace", folder / "trace.json"), ("timeline", folder / "timeline.png")]
+    traces = [(what, path) for what, path in traces if path.exists()]
     if not outcome.finished:
         again = shlex.join(["cuboid", "train", "--resume", outcome.folder])
         console.print(f"\nStopped after step {outcome.steps} of {outcome.of}; all is saved. Go on with:\n  {again}")
+        console.print(listed(traces), end="")
         return
     if outcome.sample:
         console.rule("a sample", align="left")
@@ -131,12 +145,12 @@ def show(outcome: Outcome) -> None:
         f"{outcome.steps} steps in {duration(outcome.seconds)}. Validation loss {outcome.val_loss:.4f} nats a token; "
         f"knowing only how frequent each token is: {outcome.unigram:.4f}"
     )
-    for what, path in [
+    files = [
         ("plot", folder / "plot.png"),
-        *(("trace", path) for path in [folder / "trace.json"] if path.exists()),
+        *traces,
         ("metrics", folder / "metrics.jsonl"),
         *(("checkpoint", newest) for newest in checkpoint.complete(folder / "checkpoints")[-1:]),
         ("config", folder / "config.toml"),
-    ]:
-        console.print(f"  {what:<11}{path}")
+    ]
+    console.print(listed(files), end="")
     console.print(f"More text: {shlex.join(['cuboid', 'sample', outcome.folder, '--prompt', 'class '])}")

@@ -4,12 +4,12 @@ import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from cuboid import data
 from cuboid.comm import from_all, from_first
@@ -24,8 +24,7 @@ from cuboid.parallel.cuboid import COMPUTE, CuboidParallel, Policy, suitable_sch
 from cuboid.parallel.serial import Serial
 from cuboid.randomness import key_of
 from cuboid.schedule import Schedule
-from cuboid.trace import Phase, Trace
-from cuboid.trace import draw as draw_timeline
+from cuboid.trace import Trace, draw_layer
 from cuboid.trace import save as save_trace
 from cuboid.train import checkpoint
 from cuboid.train.agree import check
@@ -36,6 +35,7 @@ from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
 from cuboid.train.progress import Progress, StepReport
 from cuboid.train.run import RunFolder, fresh_path
+from cuboid.train.tracing import WARM, Recorder, check_steps, unscheduled
 from cuboid.train.writer import Writer, forget
 from cuboid.watch import watched
 
@@ -106,7 +106,7 @@ class Trainer:
         self.scale = LossScale(config.precision.loss_scale, config.precision.growth_interval) if fp16 else LossScale()
         self.guard, self.watch = Guard(config.guard), world.watch
         self.done = self.updates = 0
-        self._marks: list[tuple[str, float]] = []
+        self.recorder: Recorder | None = None  # of the steps that are traced
         self.batches = data.Loader(data.Samples(self.corpus.train, d.seq, d.seed), self.place)
         self.held_out = data.Samples(self.corpus.val, d.seq) if len(self.corpus.val) > d.seq else None
 
@@ -119,13 +119,7 @@ class Trainer:
         start, parts = time.perf_counter(), config.data.micro_batches
         total = torch.zeros((), device=self.place.positions.device)
         for part in range(parts):
-            self._begin("forward")
-            tokens, targets = self.batches(self.done * parts + part)
-            dropout = key_of(config.seed, f"dropout.{self.done}") if self.model.config.dropout else None
-            loss = self.model(tokens, targets, self.place_of(part), self.loss, dropout, last=part == parts - 1)
-            self._begin("backward")
-            (loss * (self.scale.scale / parts)).backward()
-            total = total + loss.detach() / parts
+            total = total + self._pass(self.model, self.place_of(part), self.done, part) / parts
         self._begin("optimizer")
         lr = learning_rate(self.done, config.schedule, config.optimizer.lr)
         clip, optimizer = config.optimizer.clip, self.optimizer
@@ -150,17 +144,33 @@ class Trainer:
         )
         return report, applied.stop
 
-    def _begin(self, phase: str) -> None:
-        """Of a traced step: what begins now, and ends what went on."""
-        if self.model.parallel.mesh.ledger.spans is not None:
-            self._marks.append((phase, time.perf_counter()))
+    def _pass(self, model: Transformer, place: Place, step: int, part: int) -> Tensor:
+        """Forward and backward of a micro-batch; its loss."""
+        parts = self.config.data.micro_batches
+        self._begin("forward")
+        tokens, targets = self.batches(step * parts + part)
+        dropout = key_of(self.config.seed, f"dropout.{step}") if model.config.dropout else None
+        loss = model(tokens, targets, place, self.loss, dropout, last=part == parts - 1)
+        self._begin("backward")
+        (loss * (self.scale.scale / parts)).backward()
+        return loss.detach()
 
-    def trace(self) -> Trace:
-        """What this rank has done since its ledger began to keep spans."""
-        mesh = self.model.parallel.mesh
-        mesh.ledger.settle()
-        phases = [Phase(name, start, stop) for (name, start), (_, stop) in pairwise(self._marks) if name]
-        return Trace(mesh.rank, mesh.ledger.spans or [], phases)
+    def _begin(self, phase: str) -> None:
+        if self.recorder is not None:
+            self.recorder.begin(phase)
+
+    def trace_unscheduled(self) -> Trace:
+        """The last micro-batch once more with the schedule off, in a model whose gradients are thrown away; the second
+        of two turns, as the first one warms up."""
+        last = self.config.data.micro_batches - 1
+        model, place = unscheduled(self.model), self.place_of(last)
+        context = replace(place.context, ledger=model.parallel.mesh.ledger, overlap=False)
+        for _ in range(2):
+            self.recorder = recorder = Recorder(model)
+            self._pass(model, replace(place, context=context), self.done - 1, last)
+            self._begin("")
+        self.recorder = None
+        return recorder.end()
 
     def place_of(self, part: int) -> Place:
         """Where a micro-batch lies in the step's batch: dropout goes by it, and parts drop what the whole would."""
@@ -301,12 +311,17 @@ def open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFolde
     return run
 
 
-def keep_trace(trainer: Trainer, folder: Path) -> None:
-    """All ranks' as trace.json, rank 0's as timeline.png."""
-    traces = from_all(trainer.trace(), trainer.model.parallel.mesh.world)
-    if trainer.model.parallel.mesh.rank == 0:
+def keep_trace(trainer: Trainer, recorder: Recorder, folder: Path) -> None:
+    """All ranks' as trace.json, a layer of rank 0's as timeline.png, with the schedule off and on."""
+    mesh = trainer.model.parallel.mesh
+    traces, off = from_all(recorder.end(), mesh.world), trainer.trace_unscheduled()
+    if mesh.rank == 0:
         save_trace(traces, folder / "trace.json")
-        draw_timeline({f"rank 0 of {trainer.model.parallel.mesh.cuboid}": traces[0]}, folder / "timeline.png")
+        parts = len(trainer.place.parts(trainer.model.parallel.schedule.parts))
+        title = f"Layer {recorder.layer + 1} of {len(trainer.model.blocks)}, rank 0 of {mesh.cuboid}"
+        if parts > 1:
+            title += f". On: from the first of {parts} parts to the last, with other layers' parts between"
+        draw_layer({"schedule off": off, "schedule on": traces[0]}, title, folder / "timeline.png")
 
 
 def train(
@@ -321,11 +336,13 @@ def run_on_rank(
     world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int
 ) -> Outcome | None:
     """The whole run, on every rank; rank 0 writes, speaks and returns the outcome. So many steps as `trace` are traced,
-    from the third on, when everything is warm."""
-    trainer = Trainer(config, world)
+    when everything is warm."""
+    trainer, asked_for = Trainer(config, world), resume
     folder, resume = from_first(beginning(world, config, folder, resume), trainer.model.parallel.mesh.world)
     if resume is not None:
         trainer.resume(resume)
+    if resume == asked_for and not world.attempt:  # a run that goes on by itself does not end for this
+        check_steps(trace, trainer.done, config.schedule.steps)
     run = open_folder(trainer, folder, resume)
     c = config.checkpoint
     writer = Writer(folder / "checkpoints", trainer.model, c.keep, c.background, c.attempts, c.pause)
@@ -337,13 +354,12 @@ def run_on_rank(
         stop = False
         first = trainer.done
         while trainer.done < total and not stop:
-            if trace and trainer.done == first + 2:
-                trainer.model.parallel.mesh.ledger.spans = []
+            if trace and trainer.done == first + WARM:
+                trainer.recorder = Recorder(trainer.model)
             asked = world.stop is not None and world.stop.asked
             report, stop = trainer.step(asked or writer.failed)
-            if trace and trainer.done == first + 2 + trace:
-                keep_trace(trainer, folder)
-                trainer.model.parallel.mesh.ledger.spans = None
+            if trainer.recorder is not None and trainer.done == first + WARM + trace:
+                keep_trace(trainer, trainer.recorder, folder)
             progress.update(report)
             if trainer.guard.said:
                 progress.note(trainer.guard.said)
@@ -363,6 +379,10 @@ def run_on_rank(
     writer.wait()
     if world.stop is not None and trainer.done < total:
         world.stop.obey()
+    if trainer.recorder is not None:  # stopped
+        keep_trace(trainer, trainer.recorder, folder)
+    if trace and trainer.done <= first + WARM:
+        console.print(f"no trace: {trainer.done - first} steps were taken, and {WARM} come before the first of it")
     if world.watch is not None:
         world.watch.step = 0
     if last != trainer.done and not stop:

@@ -1,0 +1,76 @@
+"""Steps that are traced, and the same work with the schedule off, to be drawn beside them."""
+
+import time
+from copy import copy
+from dataclasses import replace
+from itertools import pairwise
+
+from torch import Tensor
+
+from cuboid.ledger import Ledger
+from cuboid.mesh import AXES
+from cuboid.model import Transformer
+from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.schedule import Schedule
+from cuboid.trace import Phase, Trace
+
+WARM = 2  # steps before the first that is traced
+
+
+def check_steps(trace: int, done: int, total: int) -> None:
+    if trace and total - done < trace + WARM:
+        raise ValueError(
+            f"--trace {trace} of schedule.steps={total} with {done} done: {total - done} are left, and tracing needs "
+            f"{WARM} steps to warm up and then those it traces; trace fewer, or set schedule.steps to at least "
+            f"{done + trace + WARM}"
+        )
+
+
+class Recorder:
+    """Of a rank's model, from now until `end`: its collectives, and when phases and one layer, the middle one, begin
+    and end. What goes into a block and what comes out of it says so: in forward when it is there, in backward when its
+    gradient is."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.layer = model, len(model.blocks) // 2
+        self._begun: list[tuple[str, float]] = []
+        self._moments: list[float] = []
+        model.parallel.mesh.ledger.spans, model.between = [], self._between
+
+    def begin(self, phase: str) -> None:
+        """What begins now, and ends what went on; nothing if it has no name."""
+        self._begun.append((phase, time.perf_counter()))
+
+    def _between(self, i: int, X: Tensor) -> None:
+        if i - self.layer in (0, 1):
+            self._mark()
+            if X.requires_grad:
+                X.register_hook(self._mark)
+
+    def _mark(self, _: Tensor | None = None) -> None:
+        self._moments.append(time.perf_counter())
+
+    def end(self) -> Trace:
+        mesh = self.model.parallel.mesh
+        mesh.ledger.settle()
+        spans, mesh.ledger.spans, self.model.between = mesh.ledger.spans or [], None, None
+        phases = [Phase(name, start, stop) for (name, start), (_, stop) in pairwise(self._begun) if name]
+        inside = [s for s in spans if any(p.start <= s.launched < p.stop for p in phases)]  # validation is not
+        return Trace(mesh.rank, inside, phases, self._moments)
+
+
+def unscheduled(model: Transformer) -> Transformer:
+    """The same weights in a model that awaits every collective where it launches it. It has gradients and a ledger of
+    its own, and the same groups and journals."""
+    parallel = model.parallel
+    assert isinstance(parallel, CuboidParallel)
+    mesh, ledger = copy(parallel.mesh), Ledger()
+    mesh.ledger, mesh.overlap = ledger, False
+    for name in (*AXES, "world"):
+        setattr(mesh, name, replace(getattr(mesh, name), ledger=ledger, overlap=False))
+    schedule = Schedule(prefetch=False, compile=parallel.schedule.compile)
+    off = CuboidParallel(parallel.config, mesh, parallel.policy, parallel.dtype, schedule)
+    made = Transformer(off, None, model.embed.weight.dtype, model.recompute)
+    for mine, same in zip(made.parameters(), model.parameters(), strict=True):
+        mine.data = same.data
+    return made
