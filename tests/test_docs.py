@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -42,8 +43,14 @@ def run_python(text: str) -> None:
         exec(compile(text, "a block", "exec"), module.__dict__)
 
 
+def free_port(_: re.Match[str]) -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
 def run_bash(text: str) -> None:
     for line in text.replace("\\\n", " ").strip().splitlines():
+        line = re.sub(r"(?<=--master-port )\d+", free_port, line)
         words = shlex.split(line)
         if words[0] == "cuboid":  # in this process, which spares the seconds that importing torch takes
             result = CliRunner().invoke(app, words[1:])

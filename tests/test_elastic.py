@@ -16,6 +16,7 @@ from pathlib import Path
 
 import namespaces
 import pytest
+from test_cluster import alive
 from tiny import curve, furthest, losses, on, settings, tiny, write_text
 
 from cuboid.cluster import Cluster, Host
@@ -68,7 +69,7 @@ class Agents:
         self.running[i].wait()
         assert len(ranks) == 4
         deadline = time.monotonic() + 30
-        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        while any(map(alive, ranks)):
             assert time.monotonic() < deadline
             time.sleep(0.1)
 

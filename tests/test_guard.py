@@ -156,15 +156,15 @@ def spiked(world: World, config: TrainConfig, folder: Path, resume: Path | None)
         Trainer.step = real  # type: ignore[method-assign]
 
 
-def test_a_resumed_run_judges_as_the_whole_one(
-    text: Path, tmp_path: Path, pool: Pools, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_judges_as_the_whole_one(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On ranks of its own: those of an earlier test do not speak to this one's `capfd`."""
     changes = (*on("2,1,1"), "guard.window=5", "guard.spike=skip", "checkpoint.every=7", "checkpoint.keep=0")
     config = tiny(text, *changes, "schedule.steps=9", "logging.sample_tokens=0")
-    pool(2).run(spiked, config, tmp_path / "whole", None)
-    first = checkpoint.complete(tmp_path / "whole" / "checkpoints")[0]
-    assert json.loads((first / "state.json").read_text())["guard"]["skips"] == 1
-    pool(2).run(spiked, config, tmp_path / "resumed", first)
+    with Pool(2) as ranks:
+        ranks.run(spiked, config, tmp_path / "whole", None)
+        first = checkpoint.complete(tmp_path / "whole" / "checkpoints")[0]
+        assert json.loads((first / "state.json").read_text())["guard"]["skips"] == 1
+        ranks.run(spiked, config, tmp_path / "resumed", first)
     whole, resumed = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("whole", "resumed")

@@ -10,7 +10,7 @@ from tiny import settings, write_text
 from typer.testing import CliRunner
 
 from cuboid.calibrate import Calibration, across_hosts, calibrate
-from cuboid.calibrate.fitting import fit, fit_links
+from cuboid.calibrate.fitting import fit, fit_links, fit_products
 from cuboid.calibrate.timing import Bench, Sample, Settings, time_processor
 from cuboid.cli import app
 from cuboid.config import ModelConfig
@@ -94,6 +94,17 @@ def test_a_fit_finds_what_made_the_figures() -> None:
     link, error = fit_links(samples, "all_gather", 8, True, 1e9, crossing=False)
     assert link is not None
     assert (link.base + link.hop, link.bandwidth) == (pytest.approx(1), pytest.approx(4))
+
+
+def test_products_take_all_of_the_time_if_noise_hides_what_they_take() -> None:
+    shapes = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 1, 2)]
+    factors, error = fit_products(shapes, [3 * 2 * m * n * k + 5 * 2 * m * n + 7 for m, n, k in shapes])
+    assert factors == pytest.approx([3, 5, 7])
+    assert error == pytest.approx(0)
+    # twice the FLOPs in half the time: f = Σr / Σr² has the least Σ (f·r - 1)²; r = FLOPs / seconds = 1, 1, 4, 4
+    factors, error = fit_products(shapes, [2, 4, 1, 2])
+    assert factors == pytest.approx([10 / 34, 0, 0])
+    assert error == pytest.approx((12 / 17 + 3 / 17) / 2)
 
 
 def test_calibrate(pool) -> None:

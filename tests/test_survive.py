@@ -20,7 +20,7 @@ from cuboid.launch import Pool, RankDied, World
 from cuboid.mesh import Cuboid
 from cuboid.restart import keep_running
 from cuboid.stop import PREEMPTED, Stop
-from cuboid.train import auto
+from cuboid.train import auto, checkpoint
 from cuboid.train.auto import for_ranks
 from cuboid.train.config import resolved_toml, same_run
 from cuboid.train.kills import last_step, ranks_of, survive
@@ -115,7 +115,7 @@ def test_torchrun_starts_a_killed_rank_again(text: Path, tmp_path: Path, pool: C
         return next((tmp_path / "runs").glob("torchrun-*"), tmp_path)
 
     with started([*words, "-m", "cuboid", "train", *sets(settings(text, *changes))], tmp_path) as agent:
-        wait_for(agent, lambda: (run() / "checkpoints" / "step-00000004").is_dir())
+        wait_for(agent, lambda: checkpoint.last_step(run() / "checkpoints") >= 4)
         os.kill(max(ranks_of(agent)), signal.SIGKILL)
         out, err = agent.communicate(timeout=600)
     assert agent.returncode == 0, err

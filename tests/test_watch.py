@@ -4,10 +4,8 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny import on, settings, tiny, write_text
 from torch import Tensor
 
@@ -50,7 +49,7 @@ def steps(world: World, config: TrainConfig, limit: float, rank: int, how: str) 
 
 def befall(trainer: Trainer, how: str) -> None:
     if how == "stopped":
-        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()  # somewhere in the step
+        product.all_gather = stop_here  # type: ignore[assignment]
     elif how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "busy":
@@ -66,6 +65,11 @@ def befall(trainer: Trainer, how: str) -> None:
         journal = trainer.model.parallel.mesh.y.journal
         assert journal is not None
         journal.note("all_gather", (4,), torch.float32)
+
+
+def stop_here(x: Tensor, axis: object) -> None:
+    """In the forward pass, where others wait: a moment would be in another place on another machine."""
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def strike(name: str, after: int) -> None:
@@ -238,16 +242,17 @@ def test_a_report_of_many_ranks_is_short() -> None:
 
 
 def unsupervised(rank: int, port: int, config: TrainConfig) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4")
+    """As under torchrun, whose agent keeps a store behind that port."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
     launch(steps, 4, [config, 300.0, 1, "killed"])
 
 
 def test_a_dead_rank_is_named_by_those_who_lose_it(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     fork, config = get_context("fork"), tiny(text, *on("2,1,2"))
-    ranks = [fork.Process(target=unsupervised, args=(rank, port, config)) for rank in range(4)]
+    ranks = [fork.Process(target=unsupervised, args=(rank, store.port, config), daemon=True) for rank in range(4)]
     for each in ranks:
         each.start()
     for each in ranks:
@@ -261,7 +266,8 @@ def test_a_dead_rank_is_named_by_those_who_lose_it(text: Path, capfd: pytest.Cap
 # under torchrun
 
 SCRIPT = """
-import os, signal, sys, threading
+import os, signal, sys
+from cuboid import product
 from cuboid.cli import main
 from cuboid.train.loop import Trainer
 
@@ -272,7 +278,7 @@ def befallen(self, stop=False):
         if how == "fail":
             raise KeyError("the cause")
         open("pid", "w").write(str(os.getpid()))
-        threading.Timer(0.02, os.kill, (os.getpid(), getattr(signal, how))).start()
+        product.all_gather = lambda x, axis: os.kill(os.getpid(), signal.SIGSTOP)
     return step(self, stop)
 
 Trainer.step = befallen
@@ -283,7 +289,7 @@ main()
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("SIGSTOP", r"error: step \d: rank 3 did not arrive and did not answer: stopped, .*\n  axis [xy], coll"),
+        ("SIGSTOP", r"error: step 3: rank 3 did not arrive and did not answer: stopped, .*\n  axis [xy], coll"),
         ("fail", r"Root Cause \(first observed failure\):\n(.*\n){3}  rank +: 3 (?s:.*)KeyError: 'the cause'"),
     ],
 )

@@ -72,7 +72,7 @@ def join_world(
     """Join the process group that the environment describes: NCCL if there is a GPU for this rank, gloo if not."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if store is None and store_is_old():
-        store = fresh_store(rank, size, timeout)
+        store = fresh_store(rank, size, max(timeout, TIMEOUT))  # who imports late is no stalled collective
     local = int(os.environ.get("LOCAL_RANK", rank))
     cuda = torch.cuda.is_available()
     if cuda:
@@ -126,9 +126,9 @@ def _serve(
         host.enter()
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    store = _meet(rank, size, door)
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    store = _meet(rank, size, door)
     world = join_world(store, timeout, attempt, stop)
     with suppress(EOFError, KeyboardInterrupt):
         while True:
@@ -228,13 +228,14 @@ class Pool:
         """`fn(world, *args)` on every rank; the results in rank order. A rank's ValueError or
         RunError is raised here as such."""
         for pipe in self._pipes:
-            with suppress(BrokenPipeError):  # a rank has died already; it is found below
+            with suppress(ConnectionError):  # a rank has died already; it is found below
                 pipe.send((fn, args))
         waiting, answers = dict(enumerate(self._pipes)), {}
         while waiting:
             ready = connection.wait([*waiting.values(), *(self._ranks[rank].sentinel for rank in waiting)])
-            # A rank that died comes first: it is the cause, and what others say of it the consequence.
-            for rank, pipe in sorted(waiting.items(), key=lambda item: self._ranks[item[0]].is_alive()):
+            # A rank that died comes first: it is the cause, and what others say of it the consequence. Its sentinel
+            # tells; `is_alive` may still say yes.
+            for rank, pipe in sorted(waiting.items(), key=lambda item: self._ranks[item[0]].sentinel not in ready):
                 if pipe in ready:
                     try:
                         ok, answer = pipe.recv()
@@ -255,8 +256,8 @@ class Pool:
 
     def _cause(self, rank: int, answer: tuple[Exception | None, str]) -> tuple[int, tuple[Exception | None, str]]:
         """Of a rank's failure: another's death, if there is one. Who loses a connection may tell before it shows."""
-        connection.wait([process.sentinel for process in self._ranks], timeout=1)
-        dead = [other for other, process in enumerate(self._ranks) if not process.is_alive()]
+        gone = connection.wait([process.sentinel for process in self._ranks], timeout=1)
+        dead = [other for other, process in enumerate(self._ranks) if process.sentinel in gone]
         return (dead[0], (None, "")) if dead and rank not in dead else (rank, answer)
 
     def _fail(self, rank: int, error: Exception | None, trace: str) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from cuboid.calibrate.fitting import fit, fit_layers, fit_links
+from cuboid.calibrate.fitting import fit_layers, fit_links, fit_products
 from cuboid.calibrate.timing import (
     Bench,
     Settings,
@@ -48,8 +47,7 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
         shapes, measured = time_products(bench, settings)
         tell("copies")
         stream = time_copy(bench)
-        m, n, k = (np.array(side, dtype=float) for side in zip(*shapes, strict=True))
-        (per_flop, per_output, launch), product_error = fit([2 * m * n * k, 2 * m * n, np.ones_like(m)], measured)
+        (per_flop, per_output, launch), product_error = fit_products(shapes, measured)
         rate = 1 / per_flop
         tell("attention")
         attention = time_attention(bench, settings, rate)

@@ -30,6 +30,16 @@ def fit(columns: Sequence[Array], measured: Sequence[float]) -> tuple[list[float
     return factors, float(np.abs(table @ np.array(factors) - 1).mean())
 
 
+def fit_products(shapes: Sequence[tuple[int, int, int]], measured: Sequence[float]) -> tuple[list[float], float]:
+    """Seconds of a FLOP, of a FLOP's worth of output and of a launch. If noise hides the first, all time is its."""
+    m, n, k = np.array(shapes, dtype=float).T
+    factors, error = fit([2 * m * n * k, 2 * m * n, np.ones_like(m)], measured)
+    if not factors[0]:
+        (per_flop,), error = fit([2 * m * n * k], measured)
+        factors = [per_flop, 0.0, 0.0]
+    return factors, error
+
+
 def fit_links(
     samples: Sequence[Sample], kind: str, node: int, direct: bool, stream: float, crossing: bool
 ) -> tuple[Link | None, float]:

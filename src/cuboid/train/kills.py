@@ -117,7 +117,7 @@ def kill_ranks(
 
     for number in range(1, kills + 1):
         moment = dice.choices(MOMENTS, (2, 2, 1))[0]
-        until(lambda: len(ranks_of(process) - dead) == ranks)
+        until(lambda before: len(ranks_of(process) - before) == ranks, dead)
         if moment == "while starting":
             time.sleep(dice.uniform(0, 1))
         else:
@@ -130,7 +130,7 @@ def kill_ranks(
         os.kill(dice.choice(sorted(victims)), signal.SIGKILL)
         if moment != "while starting":
             moment = MOMENTS[bool(begun and saving(run) == begun)]
-        dead.update(victims)
+        dead = victims  # the last ones alone: numbers come again
         tell(f"kill {number} of {kills}: {moment}, after step {step}")
         yield Kill(moment, step)
 
