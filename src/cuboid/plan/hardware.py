@@ -32,7 +32,8 @@ class Range:
 
 Count = Annotated[int, Range(1, 1 << 20, whole=True)]
 CountOrNone = Annotated[int, Range(0, 1 << 20, whole=True)]
-Speed = Annotated[float, Range(1, 1e30)]  # FLOPs or bytes a second
+Speed = Annotated[float, Range(1e-6, 1e30)]  # FLOPs or bytes a second
+SpeedOrNone = Annotated[float, Range(1e-6, 1e30, none=True)]
 Seconds = Annotated[float, Range(0, 1e6)]
 Share = Annotated[float, Range(0, 1)]
 Ratio = Annotated[float, Range(1e-6, 1e6)]
@@ -74,7 +75,7 @@ class Hardware:
     direct: bool = True  # fp32 reduce-scatters too are an all-to-all and a local sum (gloo); NCCL's are rings
     one_wire: bool = False  # collectives inside a node and across nodes use the same wire, one after the other
     cores: CountOrNone = 0  # that all ranks share, being more; slowdown is then the processor's share of a collective
-    wire: Annotated[float, Range(1, 1e30, none=True)] = 0.0  # with cores: bytes a second of a host's link; 0: no limit
+    wire: SpeedOrNone = 0.0  # with cores: bytes of a host's link. 0: nothing holds the ranks back but their cores
     source: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
