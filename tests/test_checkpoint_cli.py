@@ -15,6 +15,7 @@ from tiny import Cuboid, on, sets, settings, tiny, write_text
 from cuboid.launch import launch
 from cuboid.train.checkpoint import complete, step_of
 from cuboid.train.loop import train
+from cuboid.train.run import RunFolder
 
 
 def words(text: Path, run: Path, cuboid: str, *more: str) -> list[str]:
@@ -171,3 +172,16 @@ def test_the_newest_good_checkpoints_are_kept(run: Path, cuboid: Cuboid) -> None
     assert said.code == 2
     assert "none is removed" in said.err
     assert steps(run) == [1, 3]
+
+
+@pytest.mark.parametrize("given", [".", "checkpoints"])
+def test_a_live_runs_checkpoints_are_not_pruned(given: str, run: Path, cuboid: Cuboid) -> None:
+    """What it has aside is no leftover: it is being written."""
+    before = {path.name for path in (run / "checkpoints").iterdir()}
+    with RunFolder.open(run) as alive:
+        alive.lock()
+        said = cuboid("checkpoint", "prune", run / given, "--keep", 1)
+        assert said.code == 2
+        assert f"run folder {run} is in use by a run; wait until it ends" in said.err
+        assert {path.name for path in (run / "checkpoints").iterdir()} == before
+    assert cuboid("checkpoint", "prune", run / given, "--keep", 1).code == 0

@@ -1,12 +1,16 @@
-"""Whatever a configuration or a command line holds, it runs or is refused: no traceback, no hang.
+"""Whatever a configuration, a hardware file, a model or a command line holds, it runs or is refused: no traceback, no
+hang.
 
 More of it: CUBOID_FUZZ=10000 pytest tests/test_fuzz.py
 """
 
+import json
+import math
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,11 +25,19 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from cuboid.cli import app
+from cuboid.config import ModelConfig
+from cuboid.plan.hardware import PRESETS
+from cuboid.plan.hardware import load as load_hardware
+from cuboid.plan.layer import Work
+from cuboid.plan.search import rank
+from cuboid.plan.source import NAMES
+from cuboid.plan.source import model as load_model
 from cuboid.train.config import TrainConfig, load, resolved_toml
 from cuboid.train.keys import keys, toml
 
 EXAMPLES = int(os.environ.get("CUBOID_FUZZ", "150"))
 LONGEST = 60  # seconds an attempt may take
+SMALL = ModelConfig(layers=2, hidden=64, heads=8, vocab=100, context=64)
 
 often = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 
@@ -114,6 +126,48 @@ def test_torn_and_mixed_files(data: st.DataObject) -> None:
 @given(st.binary(max_size=60))
 def test_files_of_anything(content: bytes) -> None:
     refused_or_fine(content)
+
+
+# Hardware files and models, of which plans are made
+
+CPU = PRESETS["cpu"].export() | {"tile": [1, 1], "attention": [0.5, 0.4]}  # as JSON has pairs
+LLAMA = dict.fromkeys(NAMES["llama"][1], 8) | {"model_type": "llama", "tie_word_embeddings": None}
+
+
+def places(found: Any) -> Iterator[tuple[Any, Any]]:
+    """Every table or list in it with each of its keys."""
+    for key in found if isinstance(found, dict) else range(len(found)) if isinstance(found, list) else ():
+        yield found, key
+        yield from places(found[key])
+
+
+@st.composite
+def altered(draw: st.DrawFn, good: dict[str, Any]) -> dict[str, Any]:
+    """With a few values of any kind, at any depth."""
+    found = deepcopy(good)
+    for _ in range(draw(st.integers(1, 3))):
+        table, key = draw(st.sampled_from(list(places(found))))
+        table[key] = draw(st.none() | values | st.dictionaries(texts, values, max_size=2))
+    return found
+
+
+@often
+@given(altered(CPU), st.sampled_from([1, 8, 16]))
+def test_a_plan_of_any_hardware(figures: dict[str, Any], devices: int) -> None:
+    with somewhere() as folder, no_work():
+        (folder / "mine.json").write_text(json.dumps(figures))
+        with suppress(ValueError):
+            ranking = rank(load_hardware("mine.json"), Work(SMALL, 16, 64, "fp32"), devices)
+            assert all(0 < plan.seconds < math.inf for plan in (*ranking.plans, *ranking.too_large))
+
+
+@often
+@given(altered(LLAMA))
+def test_a_plan_of_any_model(sizes: dict[str, Any]) -> None:
+    with somewhere() as folder, no_work():
+        (folder / "config.json").write_text(json.dumps(sizes))
+        with suppress(ValueError):
+            rank(PRESETS["cpu"], Work(load_model("config.json"), 16, 64, "fp32"), 8)
 
 
 # Command lines

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +15,14 @@ from cuboid.calibrate.fitting import fit, fit_links, fit_products
 from cuboid.calibrate.timing import Bench, Sample, Settings, time_processor
 from cuboid.cli import app
 from cuboid.config import ModelConfig
+from cuboid.data import ByteTokenizer, build
 from cuboid.launch import World
 from cuboid.mesh import Cuboid
 from cuboid.plan import hardware
-from cuboid.train.auto import planned
+from cuboid.plan.layer import Work
+from cuboid.plan.search import Ranking, rank
+from cuboid.train import auto
+from cuboid.train.auto import for_ranks, planned
 from cuboid.train.config import load
 
 SMALL = ["--layers", "2", "--hidden", "64", "--heads", "8", "--vocab", "100", "--batch", "16", "--seq", "64"]
@@ -57,6 +62,7 @@ def test_json_has_every_cuboid_and_a_dry_run() -> None:
 def test_one_cuboid_and_pictures(tmp_path: Path) -> None:
     said = run("plan", *ON_CPU, "--explain", "1,2,2,2", "--plot", tmp_path)
     assert "Communication" in said
+    assert "orders of magnitude of eight ranks" in said  # where the figures are from
     assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "plan.svg", "plan-map.png", "plan-map.svg"}
 
 
@@ -116,6 +122,23 @@ def test_calibrate(pool) -> None:
     assert found.seconds < 60
     assert found.hardware.rate["fp32"] > 0
     assert 0 <= found.hardware.slowdown <= 1
+    assert set(found.hardware.inside) == set(hardware.KINDS)
+    assert not found.hardware.across
+    assert found.hardware.source["across"].startswith("not measured: 2 ranks, 2 a node; calibrate with torchrun")
+
+
+def test_calibrate_of_one_rank_knows_no_links(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    said = run("calibrate", path, "--ranks", 1, "--tokens", 64)
+    for where in ("inside", "across"):
+        assert f"Links {where} nodes: not measured: 1 ranks, 1 a node" in said
+    one = hardware.load(str(path))
+    assert one.inside == one.across == {}
+    words = [*SMALL, "--precision", "fp32", "--hardware", str(path)]
+    assert "not measured" in run("plan", *words, "--devices", 1)
+    assert "not measured" in json.loads(run("plan", *words, "--devices", 1, "--json"))["sources"]["across"]
+    refused = CliRunner().invoke(app, ["plan", *words, "--devices", "64"])
+    assert "64 devices needs links across nodes of 1" in str(refused.exception)
 
 
 def share(world: World) -> float:
@@ -139,6 +162,57 @@ def test_links_across_are_of_emulated_hosts_or_stay(monkeypatch: pytest.MonkeyPa
 
 def refused(*_: object) -> None:
     raise ValueError("hosts need root")
+
+
+def test_a_picture_leaves_out_what_needs_unmeasured_links(tmp_path: Path) -> None:
+    path = tmp_path / "near.json"
+    replace(hardware.PRESETS["cpu"], name="[/b]", across={}, source={"[/i]": "[/u]"}).save(path)  # no markup of ours
+    assert "plan-map.png" in run("plan", *ON_CPU, "--hardware", path, "--plot", tmp_path)
+    assert "[/u]" in run("plan", *ON_CPU, "--hardware", path, "--explain", "1,2,2,2")
+
+
+def test_a_built_folder_says_its_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the planner too, of as many ranks as are wanted or as there are."""
+    build([write_text(tmp_path)], tmp_path / "built", ByteTokenizer())
+    for part in ("train", "val"):
+        header = tmp_path / "built" / f"{part}.json"
+        header.write_text(json.dumps(json.loads(header.read_text()) | {"vocab": 3000}))
+    config, seen = load(None, settings(tmp_path / "built")), []
+
+    def ranked(hw: hardware.Hardware, work: Work, devices: int) -> Ranking:
+        seen.append(work.config.vocab)
+        return rank(hw, work, devices)
+
+    monkeypatch.setattr(auto, "rank", ranked)
+    planned(config, 8, "cpu")
+    for_ranks(config, 4, "cpu")
+    assert seen == [3000, 3000]
+
+
+def test_the_planner_keeps_what_it_does_not_choose(tmp_path: Path) -> None:
+    config = load(None, settings(write_text(tmp_path), "overlap.compile=true"))
+    assert planned(config, 8, "cpu")[0].overlap.compile
+
+
+def seen_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    gpu = SimpleNamespace(name=name, total_memory=40 * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+
+
+def test_the_hardware_that_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(None, settings(write_text(tmp_path)))
+    assert "Hardware: the preset cpu, as PyTorch sees no GPU." in planned(config, 8, "")[1]
+    assert "Hardware" not in planned(config, 8, "cpu")[1]
+    seen_gpu("NVIDIA A100-SXM4-40GB", monkeypatch)
+    found, said = auto.guessed_hardware()
+    assert (found.name, found.memory) == ("a100-hdr", 40e9)  # 95% of 40 · 2³⁰, whole GB
+    assert said == "Hardware: the preset a100-hdr, as the GPU is 'NVIDIA A100-SXM4-40GB'."
+    for name in ("NVIDIA RTX A1000", "NVIDIA GeForce RTX 4090"):
+        seen_gpu(name, monkeypatch)
+        with pytest.raises(ValueError, match=f"the GPU is '{name}', and .* --hardware .* cuboid calibrate"):
+            planned(config, 8, "")
 
 
 def test_train_takes_the_planners_cuboid(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from cuboid.calibrate.timing import (
 )
 from cuboid.cluster import Cluster
 from cuboid.launch import Pool, World
-from cuboid.plan.hardware import KINDS, Hardware, Link
+from cuboid.plan.hardware import KINDS, REMEDY, Hardware, Link
 
 UNSHAPED = "100gbit"  # more than a processor sends
 
@@ -61,14 +61,14 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
     if world.rank:
         return None
     errors = {"products": product_error}
-    inside, across = {}, {}
+    links: dict[str, dict[str, Link]] = {"inside": {}, "across": {}}
     for kind in KINDS:
-        near, errors[f"{kind} inside"] = fit_links(samples, kind, node, direct, stream, crossing=False)
-        far, gap = fit_links(samples, kind, node, direct, stream, crossing=True)
-        if far is not None:
-            errors[f"{kind} across"] = gap
-        near = near or Link(0.0, 0.0, 1e15)  # a device alone in its node talks to nobody inside
-        inside[kind], across[kind] = near, far or near
+        for level, found in links.items():
+            link, error = fit_links(samples, kind, node, direct, stream, crossing=level == "across")
+            if link is not None:
+                found[kind], errors[f"{kind} {level}"] = link, error
+    source = {"all": f"cuboid calibrate, {world.size} ranks, {settings.precision}; the peak is the rate reached"}
+    source |= {level: unmeasured(level, world) for level, found in links.items() if not found}
     hardware = Hardware(
         name=name,
         node=node,
@@ -76,8 +76,8 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
         peak={settings.precision: rate},
         rate={settings.precision: rate},
         stream=stream,
-        inside=inside,
-        across=across,
+        inside=links["inside"],
+        across=links["across"],
         depth=per_output * rate,
         attention=attention,
         launch=max(launch, 1e-6),
@@ -85,7 +85,7 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
         direct=direct,
         one_wire=direct,
         cores=cores,
-        source={"all": f"cuboid calibrate, {world.size} ranks, {settings.precision}; the peak is the rate reached"},
+        source=source,
     )
     hardware, errors["one real layer"] = fit_layers(hardware, layers)
     return Calibration(hardware, errors, time.perf_counter() - began)
@@ -105,8 +105,16 @@ def across_hosts(found: Calibration, ranks: int) -> Calibration:
     across, errors = {}, dict(found.errors)
     for kind in KINDS:
         link, errors[f"{kind} across"] = fit_links(samples, kind, 1, hw.direct, hw.stream, crossing=True)
-        across[kind] = link or hw.inside[kind]
-    return Calibration(replace(hw, across=across), errors, found.seconds + time.perf_counter() - began)
+        assert link is not None  # more ranks than cores are two at least
+        across[kind] = link
+    source = hw.source | {"across": f"cuboid calibrate, {ranks} emulated hosts of one rank"}
+    hw = replace(hw, across=across, source=source)
+    return Calibration(hw, errors, found.seconds + time.perf_counter() - began)
+
+
+def unmeasured(level: str, world: World) -> str:
+    """What a file says of links that no two ranks had between them."""
+    return f"not measured: {world.size} ranks, {world.local_size} a node; calibrate {REMEDY[level]}"
 
 
 def cores_shared(world: World) -> int:

@@ -52,9 +52,8 @@ def show(found: Calibration, console: Console, out: Path) -> None:
     table = Table("collective", "where", "a call", "a round", "bandwidth", "fit error", title_justify="left")
     for where, links in (("inside", hw.inside), ("across", hw.across)):
         for kind, link in links.items():
-            if f"{kind} {where}" in found.errors:
-                times = f"{link.base * 1e6:.3g} µs", f"{link.hop * 1e6:.3g} µs", f"{quantity(link.bandwidth)}B/s"
-                table.add_row(kind, where, *times, f"{found.errors[f'{kind} {where}']:.0%}")
+            times = f"{link.base * 1e6:.3g} µs", f"{link.hop * 1e6:.3g} µs", f"{quantity(link.bandwidth)}B/s"
+            table.add_row(kind, where, *times, f"{found.errors[f'{kind} {where}']:.0%}")
     (precision, rate), (forward, backward) = next(iter(hw.rate.items())), hw.attention
     console.print(
         f"Products {quantity(rate)}FLOP/s in {precision} (fit error {found.errors['products']:.0%}), attention "
@@ -63,5 +62,9 @@ def show(found: Calibration, console: Console, out: Path) -> None:
         f"{found.errors['one real layer']:.0%}.",
         highlight=False,
     )
-    console.print(table)
-    console.print(f"{found.seconds:.0f} s. {out.absolute()}", soft_wrap=True, highlight=False)
+    if table.rows:
+        console.print(table)
+    for where in ("inside", "across"):
+        if not getattr(hw, where):
+            console.print(f"Links {where} nodes: {hw.source[where]}.", soft_wrap=True, highlight=False)
+    console.print(f"{found.seconds:.0f} s. {out.absolute()}", soft_wrap=True, highlight=False, markup=False)

@@ -15,6 +15,7 @@ from cuboid.train import manifest
 from cuboid.train.checkpoint import candidates, complete, inspect, step_of
 from cuboid.train.manifest import Damaged
 from cuboid.train.progress import duration, quantity
+from cuboid.train.run import RunFolder
 from cuboid.train.writer import leftovers, remove
 
 app = typer.Typer(name="checkpoint", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -109,6 +110,14 @@ def prune(
     if newest == run.resolve():
         raise ValueError(f"{run} is a checkpoint; give the run folder whose checkpoints are to be pruned")
     folder = newest.parent
+    with RunFolder(folder.parent if folder.name == "checkpoints" else folder) as locked:
+        locked.lock()  # what a live run has aside is a save under way
+        kept = _prune(folder, keep, dry_run, console)
+    console.print(f"keeps {', '.join(str(step_of(path)) for path in reversed(kept))}")
+
+
+def _prune(folder: Path, keep: int, dry_run: bool, console: Console) -> list[Path]:
+    """Those kept, newest first."""
     kept: list[Path] = []
     for path in reversed(complete(folder)):
         if len(kept) < keep and not damage(path, console):
@@ -123,4 +132,4 @@ def prune(
                 remove(path) if path in gone else shutil.rmtree(path)
             except OSError as error:
                 raise ValueError(f"{path} cannot be removed: {error.strerror}; remove it by hand") from None
-    console.print(f"keeps {', '.join(str(step_of(path)) for path in reversed(kept))}")
+    return kept

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cuboid.config import FAMILIES, ModelConfig
@@ -148,7 +149,7 @@ def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> N
     devices = f"{ranking.devices} device{'s' * (ranking.devices > 1)}"
     console.print(
         f"{c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {quantity(c.parameters)} parameters; "
-        f"{devices} of {hw.name}, {hw.node} a node; {w.micro_batches} × {w.batch} × {w.seq} tokens, "
+        f"{devices} of {escape(hw.name)}, {hw.node} a node; {w.micro_batches} × {w.batch} × {w.seq} tokens, "
         f"{w.precision}; {ranking.considered} candidates ranked in {ranking.seconds:.2g} s",
         highlight=False,
         soft_wrap=True,
@@ -203,6 +204,10 @@ def _explain(ranking: Ranking, console: Console) -> None:
     console.print(table)
     console.print(traffic)
     console.print(f"Its limit is {limit(plan)}.", highlight=False)
+    figures = Table("figures", "from", title=f"Hardware {escape(ranking.hardware.name)}", title_justify="left")
+    for names, source in ranking.hardware.source.items():
+        figures.add_row(escape(names), escape(source))
+    console.print(figures)
 
 
 def show_dry(counted: Sequence[Comparison], plan: Plan, console: Console) -> None:
@@ -248,6 +253,7 @@ def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, 
     found: dict[str, Any] = {
         "model": asdict(ranking.work.config),
         "hardware": ranking.hardware.name,
+        "sources": ranking.hardware.source,
         "devices": ranking.devices,
         "batch": ranking.work.batch * ranking.work.micro_batches,
         "seq": ranking.work.seq,

@@ -78,7 +78,7 @@ def remedy(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -
             first = rank(hw, _in_micro_batches(work, fewer), devices).plans[0]
             return f"{first.cuboid} would fit with --micro-batches {fewer}"
     for factor in (2, 4, 8, 16, 32, 64):
-        if rank(hw, work, devices * factor).plans:
+        if not hw.lacks(devices * factor) and rank(hw, work, devices * factor).plans:
             return f"no fewer sequences at a time would help, {devices * factor} devices would"
     return "no fewer sequences at a time nor 64 × as many devices would help; use a smaller model or larger devices"
 

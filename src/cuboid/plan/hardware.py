@@ -4,12 +4,39 @@ Peaks are the vendor's. What is reached is measured: by others for the presets, 
 """
 
 import json
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a figure may be. No machine is near the ends: they keep sums finite."""
+
+    least: float
+    most: float
+    whole: bool = False
+    none: bool = False  # 0 as well: there is no such thing
+
+    def __contains__(self, value: Any) -> bool:
+        number = isinstance(value, int if self.whole else int | float) and not isinstance(value, bool)
+        return number and (self.least <= value <= self.most or (self.none and value == 0))
+
+    def __str__(self) -> str:
+        return f"{'0 or ' * self.none}a {'whole ' * self.whole}number from {self.least:g} to {self.most:g}"
+
+
+Count = Annotated[int, Range(1, 1 << 20, whole=True)]
+CountOrNone = Annotated[int, Range(0, 1 << 20, whole=True)]
+Speed = Annotated[float, Range(1e-6, 1e30)]  # FLOPs or bytes a second
+SpeedOrNone = Annotated[float, Range(1e-6, 1e30, none=True)]
+Seconds = Annotated[float, Range(0, 1e6)]
+Share = Annotated[float, Range(0, 1)]
+Ratio = Annotated[float, Range(1e-6, 1e6)]
 
 
 @dataclass(frozen=True)
@@ -17,47 +44,70 @@ class Link:
     """A collective takes base + hop · rounds + bytes sent ÷ bandwidth. Inside a node the bandwidth is a device's;
     across nodes it is a node's, all its network cards together, one way."""
 
-    base: float  # seconds a call
-    hop: float  # seconds a round
-    bandwidth: float  # bytes a second
+    base: Seconds  # a call
+    hop: Seconds  # a round
+    bandwidth: Speed
+
+
+#: How cuboid calibrate measures links.
+REMEDY = {"inside": "with --ranks of at least 2", "across": "with torchrun on at least two nodes"}
+UNKNOWN = Link(0.0, 0.0, 1.0)  # in place of a link that was not measured, where nothing is sent over it
 
 
 @dataclass(frozen=True)
 class Hardware:
+    """The types are the rules: whatever is made or read is held against them."""
+
     name: str
-    node: int  # devices that share network cards
-    memory: float  # bytes a device has for tensors
-    peak: dict[str, float]  # FLOP/s by precision, for the MFU
-    rate: dict[str, float]  # FLOP/s that a large product reaches
-    stream: float  # bytes a second read and written by elementwise operations
-    inside: dict[str, Link]  # by kind of collective
+    node: Count  # devices that share network cards
+    memory: Annotated[float, Range(1, 1e30)]  # bytes a device has for tensors
+    peak: dict[str, Speed]  # by precision, for the MFU
+    rate: dict[str, Speed]  # that a large product reaches
+    stream: Speed  # bytes read and written by elementwise operations
+    inside: dict[str, Link]  # by kind of collective; empty: not measured
     across: dict[str, Link]
-    depth: float = 128.0  # a product over k features reaches k / (k + depth) of the rate
-    tile: tuple[int, int] = (1, 1)  # of a product's output, computed at a time
-    units: int = 0  # that compute a tile each; 0: tiles do not matter
-    attention: tuple[float, float] = (0.5, 0.4)  # of the rate, in forward and in backward, masked scores left out
-    launch: float = 5e-6  # seconds an operation takes however small
-    slowdown: float = 0.15  # share of its speed that compute loses while a collective is in flight
+    depth: Annotated[float, Range(0, 1e9)] = 128.0  # a product over k features reaches k / (k + depth) of the rate
+    tile: tuple[Count, Count] = (1, 1)  # of a product's output, computed at a time
+    units: CountOrNone = 0  # that compute a tile each; 0: tiles do not matter
+    attention: tuple[Ratio, Ratio] = (0.5, 0.4)  # of the rate, in forward and in backward, masked scores left out
+    launch: Seconds = 5e-6  # an operation takes however small
+    slowdown: Share = 0.15  # of its speed that compute loses while a collective is in flight
     direct: bool = True  # fp32 reduce-scatters too are an all-to-all and a local sum (gloo); NCCL's are rings
     one_wire: bool = False  # collectives inside a node and across nodes use the same wire, one after the other
-    cores: int = 0  # that all ranks share, being more; slowdown is then the processor's share of a collective
-    wire: float = 0.0  # with cores: bytes a second of a host's link. 0: nothing holds the ranks back but their cores
+    cores: CountOrNone = 0  # that all ranks share, being more; slowdown is then the processor's share of a collective
+    wire: SpeedOrNone = 0.0  # with cores: bytes of a host's link. 0: nothing holds the ranks back but their cores
     source: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.node < 1 or self.memory <= 0 or self.stream <= 0:
-            raise ValueError(f"hardware {self.name!r}: node, memory and stream must be above 0")
-        if not self.rate or min(self.rate.values()) <= 0 or set(self.rate) - set(self.peak):
-            raise ValueError(f"hardware {self.name!r}: every rate must be above 0 and have its peak")
-        if self.cores < 0 or self.wire < 0:
-            raise ValueError(f"hardware {self.name!r}: cores and wire must not be below 0")
-        if not 0 <= self.slowdown <= 1:
-            raise ValueError(f"hardware {self.name!r}: slowdown={self.slowdown} must be from 0 to 1")
-        for links in (self.inside, self.across):
-            if missing := [kind for kind in KINDS if kind not in links]:
-                raise ValueError(f"hardware {self.name!r} has no link figures for {', '.join(missing)}")
-            if min(link.bandwidth for link in links.values()) <= 0:
-                raise ValueError(f"hardware {self.name!r}: every link's bandwidth must be above 0")
+        _record(f"hardware {self.name!r}", vars(self), Hardware)
+        if not self.rate or set(self.rate) - set(self.peak):
+            raise ValueError(
+                f"hardware {self.name!r} has rates of {_listed(self.rate)} and peaks of {_listed(self.peak)}; it must "
+                "have at least one rate, and a peak for each"
+            )
+        for level in ("inside", "across"):
+            found = getattr(self, level)
+            if found and set(found) != set(KINDS):
+                raise ValueError(
+                    f"hardware {self.name!r} has {level} of {_listed(found)}; it must be of {', '.join(KINDS)}, or "
+                    "empty if it was not measured"
+                )
+
+    def link(self, level: str, kind: str) -> Link:
+        found: dict[str, Link] = getattr(self, level)
+        return found.get(kind, UNKNOWN)
+
+    def lacks(self, devices: int) -> str:
+        """The links that so many devices need and that were not measured: inside, across, or none."""
+        needed = {"inside": min(devices, self.node) > 1, "across": devices > self.node}
+        return next((level for level, needs in needed.items() if needs and not getattr(self, level)), "")
+
+    def check_links(self, devices: int) -> None:
+        if level := self.lacks(devices):
+            raise ValueError(
+                f"a plan of {devices} devices needs links {level} nodes of {self.node}, and hardware {self.name!r} has "
+                f"none measured; run cuboid calibrate {REMEDY[level]}, write figures into the file, or use a preset"
+            )
 
     def export(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,49 +133,70 @@ def load(name: str) -> Hardware:
             "calibrate writes a file of the machine at hand"
         )
     try:
-        return _from_json(json.loads(path.read_text("utf-8")))
+        return Hardware(**_record("the file", json.loads(path.read_text("utf-8")), Hardware))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a hardware file: {error}; cuboid calibrate writes one") from None
 
 
-def _from_json(found: Any) -> Hardware:
-    values = _record("the file", found, Hardware)
-    for level in ("inside", "across"):
-        links = _of_type(level, values[level], dict)
-        values[level] = {kind: Link(**_record(f"{level}.{kind}", link, Link)) for kind, link in links.items()}
-    for pair in ("tile", "attention"):
-        if pair in values:
-            values[pair] = tuple(_of_type(pair, values[pair], list))
-    return Hardware(**values)
+def _listed(names: Any) -> str:
+    return ", ".join(names) or "none"
+
+
+_hints = cache(get_type_hints)
 
 
 def _record(where: str, found: Any, of: type) -> dict[str, Any]:
-    """Its values, if it has all the fields without a default, no others, and numbers where there should be."""
-    values = dict(_of_type(where, found, dict))
+    """Its values, if it has all the fields without a default, no others, and each is what its type asks for."""
     known = {each.name: each for each in fields(of)}
-    if odd := sorted(set(values) - set(known)):
+    if odd := sorted(set(_table(where, found)) - set(known)):
         raise ValueError(f"{where} has {', '.join(odd)}, which no hardware has")
     needed = (name for name, each in known.items() if each.default is MISSING and each.default_factory is MISSING)
-    if missing := [name for name in needed if name not in values]:
+    if missing := [name for name in needed if name not in found]:
         raise ValueError(f"{where} does not say {', '.join(missing)}")
-    for name, value in values.items():
-        if known[name].type in (int, float):
-            _of_type(name if of is Hardware else f"{where}.{name}", value, (int, float))
-    for name in {"peak", "rate"} & values.keys():
-        for precision, value in _of_type(name, values[name], dict).items():
-            _of_type(f"{name}.{precision}", value, (int, float))
-    return values
+    kinds, inner = _hints(of, include_extras=True), f"{where}." if of is not Hardware else ""
+    return {name: _fit(f"{inner}{name}", value, kinds[name]) for name, value in found.items()}
 
 
-def _of_type(where: str, value: Any, types: type | tuple[type, ...]) -> Any:
-    if not isinstance(value, types) or isinstance(value, bool):
-        kind = {dict: "a table", list: "a list"}.get(types, "a number")  # type: ignore[call-overload]
-        raise ValueError(f"{where} is {value!r:.40}, not {kind}")
+def _fit(where: str, value: Any, kind: Any) -> Any:
+    """The value as a field's type has it; raise if it is none."""
+    args = get_args(kind)
+    if is_dataclass(kind):
+        assert isinstance(kind, type)
+        return kind(**_record(where, vars(value) if isinstance(value, kind) else value, kind))
+    if get_origin(kind) is dict:
+        return {name: _fit(f"{where}.{name}", each, args[1]) for name, each in _table(where, value).items()}
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple) or len(value) != len(args):
+            raise _refusal(where, value, f"a list of {len(args)} numbers")
+        return tuple(_fit(f"{where}[{i}]", each, of) for i, (each, of) in enumerate(zip(value, args, strict=True)))
+    if get_origin(kind) is Annotated:
+        if value not in args[1]:
+            raise _refusal(where, value, str(args[1]))
+    elif not isinstance(value, kind):
+        raise _refusal(where, value, "true or false" if kind is bool else "a text")
     return value
 
 
+def _table(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _refusal(where, value, "a table")
+    return value
+
+
+def _refusal(where: str, value: Any, rule: str) -> ValueError:
+    return ValueError(f"{where} is {value!r:.40}; it must be {rule}")
+
+
 _NCCL = "latencies: the constants of NCCL's own tuning model (graph/tuning.cc), rounded"
-_SLOW = "slowdown: assumed; NCCL's kernels take 16 to 20 of a GPU's 80 to 132 multiprocessors"
+
+#: Of every GPU preset.
+_GPU = {
+    "depth, launch": "assumed: a product costs as if it had 128 features more, a kernel takes 5 µs to start",
+    "slowdown": "assumed; NCCL's kernels take 16 to 20 of a GPU's 80 to 132 multiprocessors",
+    "direct": "NCCL's reduce-scatters are rings",
+    "one_wire": "NVLink and network cards are apart",
+    "cores, wire": "none: every rank has a GPU and cores of its own",
+}
 
 PRESETS: dict[str, Hardware] = {
     "v100-edr": Hardware(
@@ -141,13 +212,15 @@ PRESETS: dict[str, Hardware] = {
         units=80,
         attention=(0.35, 0.3),
         direct=False,
-        source={
+        source=_GPU
+        | {
             "peak, memory": "NVIDIA V100 datasheet: 125 and 15.7 TFLOP/s, 16 GB (1 GB kept for the context), 900 GB/s",
             "rate": "assumed: cuBLAS on large squares, 76% of fp16's peak and 90% of fp32's",
             "stream": "assumed: 88% of 900 GB/s, as BabelStream reaches",
             "inside": "assumed: NVLink 2 ring of four GPUs; " + _NCCL,
-            "across": "one EDR card a node, 100 Gbit/s, 88% of it",
-            "slowdown": _SLOW,
+            "node, across": "assumed: four GPUs and one EDR card a node, 88% of its 100 Gbit/s, latencies",
+            "tile, units": "assumed: 128 × 128, a tile that cuBLAS often takes, on the datasheet's 80 multiprocessors",
+            "attention": "assumed: half of an A100's share, without FlashAttention-2 for its generation",
         },
     ),
     "a100-hdr": Hardware(
@@ -163,14 +236,15 @@ PRESETS: dict[str, Hardware] = {
         units=108,
         attention=(0.7, 0.6),
         direct=False,
-        source={
+        source=_GPU
+        | {
             "peak, memory": "NVIDIA A100 SXM 80 GB datasheet: 312 and 19.5 TFLOP/s, 80 GB (2 GB kept), 2,039 GB/s",
             "rate": "assumed: 84% of the peak on the best large shapes, as cuBLAS is commonly measured",
             "stream": "assumed: 85% of 2,039 GB/s, as BabelStream reaches",
             "inside": "nccl-tests on 8 × A100 with NVSwitch: 230 to 250 GB/s bus bandwidth; " + _NCCL,
-            "across": "eight HDR cards a node, 8 × 25 GB/s, 92% of it",
+            "node, across": "NVIDIA DGX A100: eight GPUs, eight HDR cards of 25 GB/s; assumed: 92% of it, latencies",
+            "tile, units": "assumed: 128 × 256, a tile that cuBLAS often takes, on the datasheet's 108 multiprocessors",
             "attention": "assumed from FlashAttention-2's 180 to 200 (forward) and 150 to 170 TFLOP/s, causal",
-            "slowdown": _SLOW,
         },
     ),
     "h100-ndr": Hardware(
@@ -186,14 +260,15 @@ PRESETS: dict[str, Hardware] = {
         units=132,
         attention=(0.48, 0.4),
         direct=False,
-        source={
+        source=_GPU
+        | {
             "peak, memory": "NVIDIA H100 SXM datasheet: 989 and 67 TFLOP/s dense, 80 GB (2 GB kept), 3,350 GB/s",
             "rate": "assumed: 76% of the peak on large shapes; power keeps it below",
             "stream": "assumed: 87% of 3,350 GB/s",
             "inside": "nccl-tests on 8 × H100 with NVSwitch: 460 to 480 GB/s bus bandwidth; " + _NCCL,
-            "across": "eight NDR cards a node, 8 × 50 GB/s, 92% of it",
+            "node, across": "NVIDIA DGX H100: eight GPUs, eight NDR cards of 50 GB/s; assumed: 92% of it, latencies",
+            "tile, units": "assumed: 128 × 256, a tile that cuBLAS often takes, on the datasheet's 132 multiprocessors",
             "attention": "assumed from FlashAttention-2 on H100, 350 TFLOP/s forward, 300 backward",
-            "slowdown": _SLOW,
         },
     ),
     "cpu": Hardware(

@@ -82,13 +82,14 @@ def _stack(axes: Axes, plans: list[Plan], parts: list[dict[str, float]], label: 
 
 def _map(axes: Axes, ranking: Ranking) -> None:
     """The best cuboid and its MFU for fewer and more devices and sequences."""
-    devices = [n for f in DEVICES if (n := round(ranking.devices * f)) >= 1]
+    hw = ranking.hardware
+    devices = [n for f in DEVICES if (n := round(ranking.devices * f)) >= 1 and not hw.lacks(n)]
     batches = [n for f in BATCHES if (n := round(ranking.work.batch * f)) >= 1]
     shares = []
     for row, batch in enumerate(batches):
         shares.append([float("nan")] * len(devices))
         for column, count in enumerate(devices):
-            found = rank(ranking.hardware, replace(ranking.work, batch=batch), count)
+            found = rank(hw, replace(ranking.work, batch=batch), count)
             text = "does not fit"
             if found.plans:
                 best = found.plans[0]
@@ -100,4 +101,4 @@ def _map(axes: Axes, ranking: Ranking) -> None:
     axes.set_yticks(range(len(batches)), [str(n * ranking.work.micro_batches) for n in batches])
     axes.set_xlabel("devices")
     axes.set_ylabel("sequences a step")
-    axes.set_title(f"The best cuboid and its MFU, {ranking.hardware.name}", loc="left")
+    axes.set_title(f"The best cuboid and its MFU, {hw.name}", loc="left")

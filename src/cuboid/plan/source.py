@@ -53,11 +53,13 @@ def model(name: str) -> ModelConfig:
 def from_hugging_face(found: Any, where: str) -> ModelConfig:
     """Sizes alone: what they add to a layer beyond ours (biases of qkv, norms of q and k) is too small to matter."""
     kind = found.get("model_type") if isinstance(found, dict) else None
-    if kind not in NAMES:
+    if not isinstance(kind, str) or kind not in NAMES:
         raise ValueError(f"{where} has model_type={kind!r}; plans know {', '.join(NAMES)}")
     family, names = NAMES[kind]
     values = {ours: found[theirs] for theirs, ours in names.items() if found.get(theirs) is not None}
     missing = [ours for ours in ("layers", "hidden", "heads", "vocab") if ours not in values]
     if missing:
         raise ValueError(f"{where} does not say {', '.join(missing)}; it must name them as its model_type does")
+    if not isinstance(values.get("tied", True), bool):
+        raise ValueError(f"{where} has tie_word_embeddings={values['tied']!r}; it must be true or false")
     return ModelConfig(family, **values)

@@ -40,6 +40,7 @@ def prices_of(hw: Hardware, work: Work, sizes: Sizes) -> Prices:
             f"hardware {hw.name!r} has no figures for {work.precision}; it has {', '.join(hw.rate)}: "
             f"use --precision {next(iter(hw.rate))}, or calibrate with --precision {work.precision}"
         )
+    hw.check_links(sizes.cuboids[0].ranks)
     return Prices(hw, work.precision, ITEMSIZE[work.precision], sizes.groups)
 
 

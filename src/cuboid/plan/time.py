@@ -44,7 +44,7 @@ def product_seconds(hw: Hardware, precision: str, m: Array, n: Array, k: Array, 
 def collective_seconds(hw: Hardware, kind: str, group: Group, whole: Array, direct: bool) -> Array:
     """Of `whole` bytes after gathering or before scattering. Nothing is launched over one rank, nor for no bytes."""
     p, inside = group
-    near, far = hw.inside[kind], hw.across[kind]
+    near, far = hw.link("inside", kind), hw.link("across", kind)
     crosses = inside < p
     nodes = np.ceil(p / inside)
     times = 2 if kind == "all_reduce" else 1

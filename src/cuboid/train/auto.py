@@ -1,33 +1,52 @@
 """A run's cuboid, chosen by the planner: `cuboid train --cuboid auto`."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from cuboid import data
-from cuboid.plan import hardware
 from cuboid.plan.explain import nothing_fits, why
+from cuboid.plan.hardware import PRESETS, Hardware, load
 from cuboid.plan.layer import Work
 from cuboid.plan.search import rank
-from cuboid.train.config import CuboidSection, MemorySection, OverlapSection, TrainConfig
+from cuboid.train.config import CuboidSection, DataSection, MemorySection, TrainConfig
 
 
-def guessed_hardware() -> str:
-    """The preset of the GPU at hand."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((preset for preset in hardware.PRESETS if preset.split("-")[0].upper() in name), "cpu")
+def guessed_hardware() -> tuple[Hardware, str]:
+    """The preset of the GPU at hand with its own memory, and what it was guessed from."""
+    if not torch.cuda.is_available():
+        return PRESETS["cpu"], "Hardware: the preset cpu, as PyTorch sees no GPU."
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    words = re.split(r"\W", gpu.name.upper())
+    for name, preset in PRESETS.items():
+        if name.split("-")[0].upper() in words:
+            memory = 0.95 * gpu.total_memory // 1e9 * 1e9  # the same on all ranks
+            return replace(preset, memory=memory), f"Hardware: the preset {name}, as the GPU is {gpu.name!r}."
+    raise ValueError(
+        f"the GPU is {gpu.name!r}, and presets are {', '.join(PRESETS)}; give --cuboid auto and --hardware with a "
+        "preset like it, or with a file of cuboid calibrate"
+    )
+
+
+def vocab_of(d: DataSection) -> int:
+    """What the run's tokens are from: the header of a built folder says it, else the tokenizer."""
+    for path in map(Path, d.paths):
+        if (path / "train.json").is_file():
+            return data.TokenFile(path / "train.bin").header.vocab
+    return data.load_tokenizer(Path(d.tokenizer) if d.tokenizer else None).vocab
 
 
 def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfig, str]:
     """The configuration with the fastest plan's cuboid and what that keeps, makes again and runs in step; and why."""
     d, m = config.data, config.memory
-    vocab = data.load_tokenizer(Path(d.tokenizer) if d.tokenizer else None).vocab
     if d.batch % d.micro_batches:
         raise ValueError(f"data.batch = {d.batch} cannot be cut into data.micro_batches = {d.micro_batches}")
     batch = d.batch // d.micro_batches
-    work = Work(config.model_config(vocab), batch, d.seq, config.precision.dtype, d.micro_batches)
-    ranking = rank(hardware.load(machine or guessed_hardware()), work, devices)
+    work = Work(config.model_config(vocab_of(d)), batch, d.seq, config.precision.dtype, d.micro_batches)
+    hardware, guess = (load(machine), "") if machine else guessed_hardware()
+    ranking = rank(hardware, work, devices)
     if not ranking.plans:
         raise ValueError(nothing_fits(ranking))
     best = ranking.plans[0]
@@ -37,9 +56,11 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
         config,
         cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order, config.cuboid.others),
         memory=MemorySection(policy.activations, policy.weights, choice.recompute, m.head_elements),
-        overlap=OverlapSection(choice.schedule.prefetch, 0 if choice.schedule.parts > 1 else 1, 1),
+        overlap=replace(
+            config.overlap, prefetch=choice.schedule.prefetch, parts=0 if choice.schedule.parts > 1 else 1, chunks=1
+        ),
     )
-    return chosen, why(ranking)
+    return chosen, f"{why(ranking)} {guess}".rstrip()
 
 
 def for_ranks(config: TrainConfig, ranks: int, machine: str) -> tuple[TrainConfig, str]:
