@@ -9,9 +9,9 @@ from cuboid.plan.dry import dry_run
 from cuboid.plan.layer import Choice, Work
 
 
-@pytest.mark.parametrize("rank", [0, 2345])
-def test_one_rank_of_many(rank: int) -> None:
-    config = ModelConfig("llama", layers=1, hidden=1024, heads=128, kv_heads=32, vocab=5000, context=512)
+@pytest.mark.parametrize(("rank", "special"), [(0, {}), (2345, {}), (2345, {"qk_norm": True, "qkv_bias": True})])
+def test_one_rank_of_many(rank: int, special: dict[str, bool]) -> None:
+    config = ModelConfig("llama", layers=1, hidden=1024, heads=128, kv_heads=32, vocab=5000, context=512, **special)
     cuboid = Cuboid(16, 8, 8, data=4)
     counted = dry_run(Work(config, 32, 512, "fp32"), cuboid, Choice(), rank)
     cost = step_cost(config, cuboid, cuboid.coordinates(rank), 32, 512)

@@ -51,7 +51,11 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA, LLAMA.replace(kv_heads=24, tied=True)], ids=["gpt2", "few", "tied"])
+@pytest.mark.parametrize(
+    "config",
+    [GPT2, LLAMA, LLAMA.replace(kv_heads=24, tied=True), LLAMA.replace(qk_norm=True), LLAMA.replace(qkv_bias=True)],
+    ids=["gpt2", "few", "tied", "norms of heads", "biases of qkv"],
+)
 def test_the_schedule_adds_up_to_the_formulas(config: ModelConfig) -> None:
     """Calls and bytes of every axis and collective, FLOPs, saved activations, parameters: to the last byte."""
     cuboids = [replace(k, data=data) for ranks in (1, 6, 12) for k in factorisations(ranks) for data in (1, 2)]
@@ -205,10 +209,20 @@ def test_memory_is_the_measured_peak(pool, name: str, shape: tuple[int, int, int
     assert predict(CPU, work, cuboid, choice).peak == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("cuboid", [Cuboid(8, 4, 2), Cuboid(8, 16, 4), Cuboid(64, 16, 4)], ids=str)
-def test_a_dry_run_is_the_plans(cuboid: Cuboid) -> None:
+@pytest.mark.parametrize(
+    ("cuboid", "special"),
+    [
+        (Cuboid(8, 4, 2), {}),
+        (Cuboid(8, 4, 2), {"qk_norm": True}),
+        (Cuboid(8, 4, 2), {"qkv_bias": True}),
+        (Cuboid(8, 16, 4), {}),
+        (Cuboid(64, 16, 4), {}),
+    ],
+    ids=str,
+)
+def test_a_dry_run_is_the_plans(cuboid: Cuboid, special: dict[str, bool]) -> None:
     """64, 512 and 4,096 ranks."""
-    config = ModelConfig("llama", layers=2, hidden=1024, heads=64, kv_heads=8, vocab=5000, context=512)
+    config = ModelConfig("llama", layers=2, hidden=1024, heads=64, kv_heads=8, vocab=5000, context=512, **special)
     work, choice = Work(config, 64, 256), Choice("selective", Policy("retain"), PARTS if cuboid.x < 64 else Schedule())
     found = compare(dry_run(work, cuboid, choice), predict(H100, work, cuboid, choice), work)
     assert [each.what for each in found if each.exact and not each.ok] == []

@@ -80,6 +80,11 @@ class Sizes:
         found += [self.weight(n, 1, axis, None) for n, _, axis, _ in biases]
         return found + self.norm_weights(2)
 
+    @property
+    def head_norms(self) -> int:
+        """Elements of a layer's norms of queries and keys, whole on every rank: none of them travels over x."""
+        return 2 * self.c.head_dim * self.c.qk_norm
+
     @cached_property
     def tables(self) -> list[Weight]:
         """The embedding, and learned positions."""
@@ -108,7 +113,8 @@ class Sizes:
     def parameters(self) -> Array:
         """Elements of this rank's shards."""
         weights = [*self.tables, *self.norm_weights(1)] + ([] if self.c.tied else [self.head_weight])
-        return added(w.shard for w in weights) + self.c.layers * added(w.shard for w in self.block_weights)
+        block = added(w.shard for w in self.block_weights) + self.head_norms
+        return added(w.shard for w in weights) + self.c.layers * block
 
 
 def groups(cuboids: Sequence[Cuboid], context: Array, node: int) -> dict[str, Group]:
