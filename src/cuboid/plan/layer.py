@@ -84,7 +84,7 @@ class Layer:
         """Of the residual stream."""
         return self.m // self.sizes.y
 
-    def save(self, size: Array) -> None:
+    def save(self, size: Array | int) -> None:
         if self.saving:
             self.tape.saved += size
 
@@ -268,7 +268,7 @@ class Layer:
         self.save(saved * self.e + m * s.heads * self.wide)
 
     def head_norms(self, queries: Array, keys: Array) -> None:
-        """Saved is what they saw, as cost/ counts it: the values lie in the keys' buffer, or else x cuts the sequence."""
+        """Saved is what they saw, the values too where they lie in the keys' buffer and x cuts the sequence."""
         s = self.sizes
         self.tape.stream("elementwise", NORM[False] * (queries + keys) * self.wide, 18)
         self.save((queries + keys * (1 + ((s.context > 1) & ~s.few))) * self.e)
