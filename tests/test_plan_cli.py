@@ -41,6 +41,28 @@ def test_the_table() -> None:
         assert words in said
 
 
+def test_nothing_is_cut_for_a_pipe() -> None:
+    """Small models have the longest figures; a plan that is two corners has both names."""
+    small = ["--layers", "4", "--hidden", "256", "--heads", "8", "--vocab", "1000", "--seq", "128", "--batch", "64"]
+    said = run("plan", *small, "--devices", "8", "--micro-batches", "8")
+    assert "…" not in said
+    assert all(f"│ {name} " in said for name in ("FSDP", "TP+SP", "FSDP×TP", "cube"))
+
+
+def test_a_check_that_misses_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(__file__).parent.parent / "benchmarks" / "planner"
+    words = ["plan", "--hardware", folder / "machine.json", "--check", folder / "hidden-512" / "layouts.json"]
+    assert "MISSES" not in run(*words)
+    monkeypatch.setattr("cuboid.plan.check.MOST_ERROR", 0.01)
+    result = CliRunner().invoke(app, list(map(str, words)))
+    assert result.exit_code == 1
+    assert "MISSES" in result.stdout
+
+
+def test_published_as_json() -> None:
+    assert len(json.loads(run("plan", "--published", "--json"))) == 10
+
+
 def test_one_device_has_no_corners() -> None:
     said = run("plan", *SMALL, "--devices", "1", "--hardware", "cpu", "--precision", "fp32")
     assert "1 device of cpu" in said

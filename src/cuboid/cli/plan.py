@@ -54,7 +54,10 @@ def plan(
     literature: Annotated[bool, typer.Option("--published", help="Others' measurements, predicted, instead.")] = False,
     check: Annotated[
         list[Path] | None,
-        typer.Option(help="Predict a result of cuboid bench layouts instead, with --hardware; again for more files."),
+        typer.Option(
+            help="Predict a result of cuboid bench layouts instead, with --hardware; again for more files. "
+            "Exits with 1 where a table misses."
+        ),
     ] = None,
 ) -> None:
     """Rank every cuboid of a cluster for a model by its predicted step, with every order of the axes over nodes, what
@@ -62,13 +65,16 @@ def plan(
 
     Predictions come from docs/planner.md's equations and the hardware's figures. cuboid calibrate measures a machine.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console = Console() if sys.stdout.isatty() else Console(width=180)
     if literature:
         show_published(published(), console, as_json)
         return
     hw = machines.load(hardware)
     if check:
-        checking.show([checking.check(path, hw) for path in check], console, as_json)
+        checks = [checking.check(path, hw) for path in check]
+        checking.show(checks, console, as_json)
+        if not all(each.ok for of_file in checks for each in of_file):
+            raise typer.Exit(1)
         return
     config = chosen_model(model, family, layers, hidden, heads, kv_heads, ffn, vocab, seq)
     if batch % micro_batches:
@@ -154,10 +160,10 @@ def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> N
         highlight=False,
         soft_wrap=True,
     )
-    console.print(_table(ranking, ranking.plans[:top], "Fastest first"))
+    first = [("", plan) for plan in ranking.plans[:top]]
+    console.print(_table(ranking, first, "Fastest first" if only is None else "Its fastest order and choice"))
     if only is None and ranking.devices > 1:
-        table = _table(ranking, [plan for plan in ranking.corners.values() if plan], "The corners", ranking.corners)
-        console.print(table)
+        console.print(_table(ranking, [(name, plan) for name, plan in ranking.corners.items() if plan], "The corners"))
         for name, plan in ranking.corners.items():
             if plan is None:
                 console.print(corner(ranking, name), highlight=False)
@@ -166,19 +172,20 @@ def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> N
         _explain(ranking, console)
 
 
-def _table(ranking: Ranking, plans: Sequence[Plan], title: str, named: dict[str, Plan | None] | None = None) -> Table:
-    names = {id(plan): name for name, plan in (named or {}).items()}
+def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> Table:
+    """Of plans and their layouts' names; without a name there is no column for it."""
+    named = any(name for name, _ in plans)
     columns = ["layout"] if named else []
     columns += ["cuboid", "slow → fast", "again, kept", "step", "tokens/s", "MFU", "waits", "memory", "of which"]
     table = Table(*columns, title=title, title_justify="left")
     for column in table.columns[-7:]:
         column.justify = "right"
-    for plan in plans:
+    for name, plan in plans:
         held = "+".join(f"{size / 1e9:.3g}" for size in plan.memory.values())
         waits = " ".join(
             f"{axis} {s / plan.seconds:.0%}" for axis, s in plan.exposed.items() if s > 0.005 * plan.seconds
         )
-        cells = [names[id(plan)]] if named else []
+        cells = [name] if named else []
         cells += [str(plan.cuboid), inner(plan.cuboid), described(plan.choice), f"{plan.seconds:.4g} s"]
         cells += [quantity(ranking.tokens_per_second(plan)), f"{ranking.mfu(plan):.1%}", waits or "–"]
         table.add_row(*cells, gigabytes(plan.peak), held)
@@ -189,18 +196,14 @@ def _table(ranking: Ranking, plans: Sequence[Plan], title: str, named: dict[str,
 
 def _explain(ranking: Ranking, console: Console) -> None:
     plan = ranking.plans[0]
-    cost = plan.cost(ranking.work)
     table = Table("part", "seconds", "of the step", title=f"{plan.cuboid}", title_justify="left")
     for name, seconds in sorted(plan.compute.items(), key=lambda part: -part[1]):
         table.add_row(name, f"{seconds:.4g}", f"{seconds / plan.seconds:.1%}")
-    sent = cost.bytes()
     traffic = Table("axis", "calls", "sent", "in flight", "waited", title="Communication", title_justify="left")
     for axis, seconds in plan.in_flight.items():
-        if not seconds:
-            continue
-        calls = sum(count for count, _ in cost.counts().get(axis, {}).values())
-        size = f"{quantity(sent.get(axis, 0) * ranking.work.micro_batches)}B"
-        traffic.add_row(axis, str(calls), size, f"{seconds:.4g} s", f"{plan.exposed[axis]:.4g} s")
+        if seconds:
+            cells = str(plan.calls[axis]), f"{quantity(plan.sent[axis])}B", f"{seconds:.4g} s"
+            traffic.add_row(axis, *cells, f"{plan.exposed[axis]:.4g} s")
     console.print(table)
     console.print(traffic)
     console.print(f"Its limit is {limit(plan)}.", highlight=False)
@@ -220,7 +223,7 @@ def show_dry(counted: Sequence[Comparison], plan: Plan, console: Console) -> Non
 
 def show_published(lines: Sequence[Line], console: Console, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([asdict(line) | {"error": line.error, "ok": line.ok} for line in lines], indent=1))
+        print(json.dumps([asdict(line) | {"error": line.error, "ok": bool(line.ok)} for line in lines], indent=1))
         return
     table = Table("what", "published", "predicted", "error", "allowed", "assumptions", title_justify="left")
     for line in lines:
@@ -232,7 +235,6 @@ def show_published(lines: Sequence[Line], console: Console, as_json: bool) -> No
 
 def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, Any]:
     def row(plan: Plan) -> dict[str, Any]:
-        cost = plan.cost(ranking.work)
         return {
             "cuboid": plan.cuboid.sizes,
             "order": plan.cuboid.order,
@@ -245,7 +247,8 @@ def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, 
             "mfu": ranking.mfu(plan),
             "memory": plan.memory,
             "peak": plan.peak,
-            "bytes": cost.bytes(),
+            "calls": plan.calls,
+            "bytes": plan.sent,
             "exposed": plan.exposed,
             "compute": plan.compute,
         }

@@ -37,7 +37,7 @@ class Counted:
     flops: int
     parameters: int  # bytes
     saved: int
-    peak: int  # AdamW's moments included
+    peak: int  # AdamW's moments included, and where there are micro-batches the gradients of those before
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def _play(work: Work, cuboid: Cuboid, choice: Choice, rank: int, answer: Connect
         place = parallel.place(work.batch, work.seq)
         ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
         with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
-            model(ids, ids, place).backward()
+            for _ in range(min(work.micro_batches, 2)):  # a second one finds the gradients of the first
+                model(ids, ids, place).backward()
         model.zero_grad()
         mesh.ledger.reset()
         with count_flops() as flops:

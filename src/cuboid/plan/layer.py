@@ -84,7 +84,7 @@ class Layer:
         """Of the residual stream."""
         return self.m // self.sizes.y
 
-    def save(self, size: Array) -> None:
+    def save(self, size: Array | int) -> None:
         if self.saving:
             self.tape.saved += size
 
@@ -255,6 +255,8 @@ class Layer:
             yield from self.pair(axis, whole, back=False)
         outputs = m * s.heads * c.head_dim
         keys = m * 2 * s.picked * c.head_dim
+        if c.qk_norm:
+            self.head_norms(outputs, keys // 2)
         if c.rotary:
             self.tape.stream("elementwise", ROTATE * (outputs + keys // 2) * self.wide + keys * self.e, 12)
         yield from self.pair(*self.gathers()[2], back=False)
@@ -265,11 +267,22 @@ class Layer:
         saved = saved + np.where(~cut & (s.z > 1) & self.retain, outputs, 0)
         self.save(saved * self.e + m * s.heads * self.wide)
 
+    def head_norms(self, queries: Array, keys: Array) -> None:
+        """Saved is what they saw, the values too where they lie in the keys' buffer and x cuts the sequence."""
+        s = self.sizes
+        self.tape.stream("elementwise", NORM[False] * (queries + keys) * self.wide, 18)
+        self.save((queries + keys * (1 + ((s.context > 1) & ~s.few))) * self.e)
+        if self.e != STORED:
+            self.save(s.head_norms * self.e // self.choice.schedule.parts)  # the weights, made as narrow
+
     def attend_backward(self) -> Steps:
         s, c, m = self.sizes, self.c, self.m
         self.attention_seconds(backward=True)
         yield from self.pair(*self.gathers()[2], back=True)
         if c.rotary:
             self.tape.stream("elementwise", ROTATE * m * (s.heads + s.picked) * c.head_dim * self.wide, 12)
+        if c.qk_norm:
+            size = m * (s.heads + s.picked) * c.head_dim * self.wide
+            self.tape.stream("elementwise", NORM_BACKWARD[False] * size, 30)
         for axis, whole in reversed(self.gathers()[:2]):
             yield from self.pair(axis, whole, back=True)

@@ -43,7 +43,8 @@ def draw(ranking: Ranking, folder: Path) -> list[Path]:
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3, frameon=False)
     left.set_yticks(range(len(bars)), [_label(ranking, plan) for plan in bars])
     left.invert_yaxis()
-    figure.suptitle(f"Fastest first: {ranking.hardware.name} × {ranking.devices}", x=0.01, ha="left")
+    what = "Fastest first" if len(bars) > 1 else str(bars[0].cuboid)
+    figure.suptitle(f"{what}: {ranking.hardware.name} × {ranking.devices}", x=0.01, ha="left")
     over = Figure(figsize=(9, 5), layout="constrained")
     _map(over.subplots(), ranking)
     paths = []
@@ -101,4 +102,4 @@ def _map(axes: Axes, ranking: Ranking) -> None:
     axes.set_yticks(range(len(batches)), [str(n * ranking.work.micro_batches) for n in batches])
     axes.set_xlabel("devices")
     axes.set_ylabel("sequences a step")
-    axes.set_title(f"The best cuboid and its MFU, {hw.name}", loc="left")
+    axes.set_title(f"The best cuboid, (x,y,z)·data, and its MFU, {ranking.hardware.name}", loc="left")

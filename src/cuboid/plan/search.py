@@ -18,7 +18,7 @@ from cuboid.parallel.cuboid import Policy
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.memory import memory
-from cuboid.plan.sizes import Sizes
+from cuboid.plan.sizes import Sizes, groups
 from cuboid.plan.step import prices_of, step_totals
 from cuboid.plan.time import Array, Prices
 from cuboid.schedule import Schedule
@@ -43,6 +43,8 @@ class Plan:
     compute: dict[str, float]  # seconds by kind of work
     exposed: dict[str, float]  # seconds waited for each axis
     in_flight: dict[str, float]  # seconds of each axis' collectives, were they alone
+    calls: dict[str, int]  # of each axis
+    sent: dict[str, int]  # bytes
     fits: bool
     hardware: Hardware
 
@@ -101,13 +103,11 @@ def shapes(config: ModelConfig, devices: int, batch: int) -> Iterator[tuple[int,
 def orders(shape: tuple[int, int, int, int], node: int) -> list[Cuboid]:
     """The shape with its axes in every order that makes a difference to which ranks share a node."""
     data, x, y, z = shape
+    cuboids = list(mesh.orders(Cuboid(x, y, z, data)))
+    of = groups(cuboids, np.ones(len(cuboids), dtype=np.int64), node)
     found: dict[tuple[int, ...], Cuboid] = {}
-    for cuboid in mesh.orders(Cuboid(x, y, z, data)):
-        stride, inside = 1, {}
-        for axis in reversed(cuboid.order):
-            inside[axis] = max(1, min(cuboid.sizes[axis], node // stride))
-            stride *= cuboid.sizes[axis]
-        found.setdefault(tuple(inside[axis] for axis in AXES), cuboid)
+    for cuboid, *inside in zip(cuboids, *(of[axis].inside.tolist() for axis in AXES), strict=True):
+        found.setdefault(tuple(inside), cuboid)
     return list(found.values())
 
 
@@ -169,9 +169,13 @@ class Predictions:
         compute, exposed, in_flight = (
             {name: float(value[i]) for name, value in of.items()} for of in (t.compute, t.exposed, t.in_flight)
         )
+        calls, sent = (
+            {axis: sum(int(value[i]) for (on, _), value in of.items() if on == axis) for axis in in_flight}
+            for of in (t.calls, t.sent)
+        )
         fits = sum(by_kind.values()) <= self.hw.memory
-        times = compute, exposed, in_flight
-        return Plan(self.sizes.cuboids[i], self.choice, float(t.seconds[i]), by_kind, *times, fits, self.hw)
+        parts = compute, exposed, in_flight, calls, sent
+        return Plan(self.sizes.cuboids[i], self.choice, float(t.seconds[i]), by_kind, *parts, fits, self.hw)
 
 
 def _best_of_each_shape(predictions: Sequence[Predictions]) -> tuple[list[Plan], list[Plan]]:

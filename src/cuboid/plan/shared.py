@@ -7,7 +7,7 @@ ranks wait for each other or for the wire, is hidden by whatever else there is t
     step = compute + slowdown · seconds of collectives + time that all ranks wait
 
 A collective launched owes its processor time, which takes precedence over compute, as the kernel's and the sender's
-threads do; its bytes are on their way meanwhile.
+threads do; its bytes are on their way meanwhile. Who waits pays what is owed so far, each axis' on its own account.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,18 @@ from cuboid.plan.time import Array, Prices
 
 @dataclass
 class Owing(Flight):
-    due: Array  # processor seconds of all collectives up to this one
+    due: Array  # [axes, candidates] processor seconds of all collectives up to this one; none where it has no others
 
 
 class SharedTape(Tape):
     def __init__(self, prices: Prices, overlap: bool = True) -> None:
         super().__init__(prices, overlap)
-        self._owed, self._paid = np.zeros_like(self.now), np.zeros_like(self.now)
+        self._rows = {axis: row for row, axis in enumerate(self._exposed)}
+        self._owed = self._paid = np.zeros((len(self._rows), len(self.now)))
 
     def compute(self, kind: str, seconds: Array) -> None:
-        took = self._owed - self._paid + seconds
-        self._paid = self._owed.copy()
+        took = (self._owed - self._paid).sum(0) + seconds
+        self._paid = self._owed
         self.now += took
         self._compute[kind] += took
 
@@ -42,9 +43,10 @@ class SharedTape(Tape):
         free, _ = self._free
         lands = np.maximum(self.now, free) + seconds
         np.copyto(free, lands, where=fare.used)
-        self._owed = self._owed + self.hw.slowdown * times * fare.seconds
+        self._owed = self._owed.copy()
+        self._owed[self._rows[axis]] += self.hw.slowdown * times * fare.seconds
         summing = None if fare.summing is None else times * fare.summing
-        flight = Owing(axis, np.where(fare.used, lands, self.now), summing, self._owed)
+        flight = Owing(axis, np.where(fare.used, lands, self.now), summing, self._owed * fare.used)
         if not self.overlap:
             self._land(flight)
         return flight
@@ -53,6 +55,8 @@ class SharedTape(Tape):
         assert isinstance(flight, Owing)
         owed = np.maximum(flight.due - self._paid, 0.0)
         self._paid = self._paid + owed
-        late = np.maximum(flight.lands - self.now, owed)
-        self._exposed[flight.axis] += late
+        late = np.maximum(flight.lands - self.now, owed.sum(0))
+        for axis, row in self._rows.items():
+            self._exposed[axis] += owed[row]
+        self._exposed[flight.axis] += late - owed.sum(0)
         self.now += late

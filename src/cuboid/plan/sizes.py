@@ -80,6 +80,11 @@ class Sizes:
         found += [self.weight(n, 1, axis, None) for n, _, axis, _ in biases]
         return found + self.norm_weights(2)
 
+    @property
+    def head_norms(self) -> int:
+        """Elements of a layer's norms of queries and keys, whole on every rank: none of them travels over x."""
+        return 2 * self.c.head_dim * self.c.qk_norm
+
     @cached_property
     def tables(self) -> list[Weight]:
         """The embedding, and learned positions."""
@@ -108,12 +113,14 @@ class Sizes:
     def parameters(self) -> Array:
         """Elements of this rank's shards."""
         weights = [*self.tables, *self.norm_weights(1)] + ([] if self.c.tied else [self.head_weight])
-        return added(w.shard for w in weights) + self.c.layers * added(w.shard for w in self.block_weights)
+        block = added(w.shard for w in self.block_weights) + self.head_norms
+        return added(w.shard for w in weights) + self.c.layers * block
 
 
 def groups(cuboids: Sequence[Cuboid], context: Array, node: int) -> dict[str, Group]:
     """Of each axis, of the neighbours on x that share a sequence, and of all ranks. Members of a group are a stride
-    apart: the product of the axes that run faster over ranks."""
+    apart: the product of the axes that run faster over ranks. A group that nodes cut unevenly is as slow as its
+    smallest part: with 8 ranks a node, one of the groups of 3 neighbours has but one rank on a node."""
     sizes = {axis: np.array([getattr(each, axis) for each in cuboids], dtype=np.int64) for axis in AXES}
     strides = {axis: np.empty(len(cuboids), dtype=np.int64) for axis in AXES}
     for i, each in enumerate(cuboids):
@@ -121,13 +128,14 @@ def groups(cuboids: Sequence[Cuboid], context: Array, node: int) -> dict[str, Gr
         for axis in reversed(each.order):
             strides[axis][i] = stride
             stride *= getattr(each, axis)
-    found = {}
-    for axis, size in sizes.items():
-        found[axis] = Group(size, np.clip(node // strides[axis], 1, size))
-    found["x/context"] = Group(context, np.clip(node // strides["x"], 1, context))
     world = np.array([each.ranks for each in cuboids], dtype=np.int64)
-    found["world"] = Group(world, np.minimum(world, node))
-    return found
+
+    def group(size: Array, stride: Array | int) -> Group:
+        least = np.maximum(np.gcd(stride * size, node) // stride, 1)
+        return Group(size, np.where(world > node, least, size))
+
+    found = {axis: group(size, strides[axis]) for axis, size in sizes.items()}
+    return found | {"x/context": group(context, strides["x"]), "world": group(world, 1)}
 
 
 def _picked(config: ModelConfig, cuboid: Cuboid) -> int:

@@ -106,8 +106,10 @@ class _Step(Layer):
             self.reduce([table])
         while self._in_flight:
             t.wait(self._in_flight.popleft())
-        vectors = (2 * self.c.layers + 1) * (1 + self.c.norm_bias)
-        t.wait(t.launch("y", "all_reduce", vectors * -(-s.d // s.x), itemsize=STORED))
+        norms = (2 * self.c.layers + 1) * (1 + self.c.norm_bias) * -(-s.d // s.x)
+        of_heads = np.full_like(norms, self.c.layers * s.head_norms)
+        for axis, summed in (("x", of_heads), ("y", norms + of_heads), ("z", of_heads)):
+            t.wait(t.launch(axis, "all_reduce", summed, itemsize=STORED))
         t.wait(t.launch("data", "all_reduce", s.parameters, itemsize=STORED))
 
     def update(self) -> None:
