@@ -102,4 +102,4 @@ def _map(axes: Axes, ranking: Ranking) -> None:
     axes.set_yticks(range(len(batches)), [str(n * ranking.work.micro_batches) for n in batches])
     axes.set_xlabel("devices")
     axes.set_ylabel("sequences a step")
-    axes.set_title(f"The best cuboid, (x,y,z)·data, and its MFU, {ranking.hardware.name}", loc="left")
+    axes.set_title(f"The best cuboid, (x,y,z)·data, and its MFU, {hw.name}", loc="left")

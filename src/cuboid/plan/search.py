@@ -53,7 +53,7 @@ class Plan:
         return sum(self.memory.values())
 
     def cost(self, work: Work) -> Cost:
-        """Calls, bytes and FLOPs of a micro-batch, exact."""
+        """Calls, bytes and FLOPs of the last micro-batch, exact."""
         at, c = self.cuboid.coordinates(0), self.choice
         sizes = STORED, ITEMSIZE[work.precision]
         return step_cost(work.config, self.cuboid, at, work.batch, work.seq, c.policy, c.recompute, *sizes, c.schedule)
@@ -145,8 +145,8 @@ class Predictions:
     def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool = True) -> None:
         self.hw, self.sizes, self.choice = prices.hw, sizes, choice
         self.totals = step_totals(prices, work, sizes, choice, overlap)
-        if work.micro_batches > 1:  # one after the other; the optimizer runs once
-            more = step_totals(prices, work, sizes, choice, overlap, update=False)
+        if work.micro_batches > 1:  # one after the other; replicas are summed once, and the optimizer runs once
+            more = step_totals(prices, work, sizes, choice, overlap, last=False)
             self.totals = self.totals.plus(more, work.micro_batches - 1)
         self.memory = memory(prices.hw, work, sizes, choice, self.totals.saved)
         self.valid = self._valid()

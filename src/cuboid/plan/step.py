@@ -14,20 +14,21 @@ import numpy as np
 from cuboid.flight import Pause, Steps, run
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Layer, Work
-from cuboid.plan.sizes import Sizes, Weight
+from cuboid.plan.sizes import Sizes, Weight, added
 from cuboid.plan.tape import Flight, Totals
-from cuboid.plan.time import Prices
+from cuboid.plan.time import Array, Prices
 from cuboid.weights import MOST_IN_FLIGHT
 
-STEADY = 4  # layers that are played; every further one takes as long as the third forward and backward
+STEADY = 5  # layers that are played; every further one takes as long as the last but one forward, the second backward
 LOSS, OPTIMIZER = 14, 12  # how often a logit, a parameter is read or written
 
 
 def step_totals(
-    prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool = True, update: bool = True
+    prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool = True, last: bool = True
 ) -> Totals:
-    """Of a forward and backward of every candidate, and of the optimizer's update unless told not to."""
-    step = _Step(prices, work, sizes, choice, overlap, update)
+    """Of a forward and backward of every candidate; of the `last` micro-batch also the sums over replicas and the
+    optimizer's update."""
+    step = _Step(prices, work, sizes, choice, overlap, last)
     found = step.tape.totals()
     for before, after in zip(step.marks[::2], step.marks[1::2], strict=True):  # around a layer, forward and backward
         found = found.plus(after, work.config.layers - step.layers, without=before)
@@ -45,18 +46,20 @@ def prices_of(hw: Hardware, work: Work, sizes: Sizes) -> Prices:
 
 
 class _Step(Layer):
-    def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool, update: bool) -> None:
+    def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool, last: bool) -> None:
         super().__init__(prices, work, sizes, choice, overlap)
+        self.last = last
         self.layers = layers = min(self.c.layers, STEADY)  # that are played
         self.marks: list[Totals] = []  # before and after a layer like all those that are not
         self.kept = choice.policy.weights == "retain"
         self.parts = choice.schedule.parts
-        self._in_flight: deque[Flight] = deque()
+        self._in_flight: deque[tuple[Flight, Array]] = deque()  # sums over x, and the elements of a rank's shards
+        self._replicas: deque[Flight] = deque()  # sums over data
         self._gathers: dict[int, Flight] = {}  # of layers, on their way; the final norm is the last
         self._buckets = [sizes.block_weights] * layers + [sizes.norm_weights(1)]
         self.forward()
         self.backward()
-        if update:
+        if last:
             self.update()
 
     # The step
@@ -100,17 +103,26 @@ class _Step(Layer):
                 self.saving = True
             self.again(i - 1)
             self.play(self.block_backward)
-            self.reduce(self._buckets[i])
+            self.reduce(self._buckets[i], s.head_norms)
         self.play(self.lookup_backward)
         for table in s.tables:
             self.reduce([table])
         while self._in_flight:
-            t.wait(self._in_flight.popleft())
+            self.land()
+        if self.last:
+            self.sum_replicas()
+
+    def sum_replicas(self) -> None:
+        """What is left of it at the end."""
+        s, t = self.sizes, self.tape
+        if not self.c.tied:
+            self.send_on(s.head_weight.shard)
+        while self._replicas:
+            t.wait(self._replicas.popleft())
         norms = (2 * self.c.layers + 1) * (1 + self.c.norm_bias) * -(-s.d // s.x)
         of_heads = np.full_like(norms, self.c.layers * s.head_norms)
         for axis, summed in (("x", of_heads), ("y", norms + of_heads), ("z", of_heads)):
             t.wait(t.launch(axis, "all_reduce", summed, itemsize=STORED))
-        t.wait(t.launch("data", "all_reduce", s.parameters, itemsize=STORED))
 
     def update(self) -> None:
         """Clipping and AdamW."""
@@ -161,13 +173,28 @@ class _Step(Layer):
             if not backward and not stays:
                 del self._gathers[i]
 
-    def reduce(self, weights: Sequence[Weight]) -> None:
-        """Launch the sum over x of the gradients; no more than a few layers' are on their way."""
-        size = sum(w.shard for w in weights) * self.sizes.x
+    def reduce(self, weights: Sequence[Weight], uncut: int = 0) -> None:
+        """Launch the sum over x of the gradients, besides so many that x does not cut; no more than a few layers' are
+        on their way."""
+        shard = added(w.shard for w in weights)
+        size = shard * self.sizes.x
         self.tape.stream("weights", 3 * size * self.e * (self.sizes.x > 1), 2 * len(weights))
-        self._in_flight.append(self.tape.launch("x", "reduce_scatter", size))
+        self._in_flight.append((self.tape.launch("x", "reduce_scatter", size), shard + uncut))
         if len(self._in_flight) > MOST_IN_FLIGHT:
-            self.tape.wait(self._in_flight.popleft())
+            self.land()
+
+    def land(self) -> None:
+        flight, elements = self._in_flight.popleft()
+        self.tape.wait(flight)
+        self.send_on(elements)
+
+    def send_on(self, elements: Array) -> None:
+        """Over data. All are awaited at the end; here a few at a time, so that every layer's share of the wait is its
+        own."""
+        if self.last:
+            self._replicas.append(self.tape.launch("data", "all_reduce", elements, itemsize=STORED))
+        if len(self._replicas) > MOST_IN_FLIGHT:
+            self.tape.wait(self._replicas.popleft())
 
     # Both ends
 
