@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cuboid.comm import LEAST_ALONE
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
-from cuboid.plan.sizes import Sizes, Weight
+from cuboid.plan.sizes import Sizes, Weight, added
 from cuboid.plan.time import Array
 from cuboid.weights import MOST_IN_FLIGHT
 
@@ -68,13 +69,16 @@ class _Held:
         self.wide, self.low = max(self.e, 4), self.e < 4
         self.m = s.m
         self.apart = s.x > 1
-        self.whole = sum(w.n * w.k for w in s.block_weights) * self.e
+        self.whole = added(w.n * w.k for w in s.block_weights) * self.e
         self.shard = sum(w.shard for w in s.block_weights) * STORED
         self.direct = hw.direct or self.low
-        self.sent = holds | (
-            s.x == 2
-        )  # is there until it has arrived: of two ranks, our own part of the sum lies in it
-        self.way = self.sent + self.received(s.x)  # a reduce-scatter over x: what is sent, what is received
+        self.copying = holds and hw.direct
+        # a reduce-scatter over x: what is sent (of two ranks our own part of the sum lies in it), what is received
+        self.sent = holds | (s.x == 2)
+        self.way = self.sent + self.received(s.x)
+        one = added(w.shard for w in s.block_weights) * self.e
+        sent = np.maximum(one, self.copies("x", one)) * holds
+        self.coming = self.apart * (self.whole + sent)  # a layer's weights on their way
         self.head_saved = self.m // s.y * s.d * self.e + s.head_weight.shard * STORED
         self.layer = (saved - self.head_saved) // max(work.config.layers, 1)
         self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
@@ -85,6 +89,11 @@ class _Held:
     def padded(self, w: Weight) -> Array:
         """A weight gathered over x, or its gradient packed: every part as long as the longest."""
         return w.shard * self.s.x * self.e
+
+    def copies(self, axis: str, part: Array) -> Array:
+        """What gloo sends of a small part that is gathered: a copy for each rank."""
+        ranks, inside = self.s.groups[axis]
+        return self.copying * (ranks > 2) * (inside == ranks) * (part < LEAST_ALONE) * ranks * part
 
     def received(self, axis: Array) -> Array:
         """Of what is scattered over an axis: everyone's parts, of two ranks the other's alone; NCCL's are sums."""
@@ -122,8 +131,10 @@ class _Held:
         arrived = received + (s.z == 2) * partial + self.summed(s.z, partial)
         scattered = np.where(s.z > 1, np.maximum(partial + received, arrived), low * partial + logits)
         exponentials = 2 * logits + again * dlogits
-        products = left + low * np.maximum(s.vocab * s.d * e, (s.z > 1) * partial // s.z)  # dW's; or dlogits before z
-        return np.maximum(np.maximum(again * left + scattered, exponentials), products), left
+        one = partial // s.z
+        gathered = left + np.maximum(low * (s.z > 1) * one, self.copies("z", one))  # dlogits, and what is sent of them
+        products = left + low * s.vocab * s.d * e  # dW's, to be added
+        return np.maximum.reduce([again * left + scattered, exponentials, gathered, products]), left
 
     def reduced(self, dX: Array) -> Array:
         """The head's dX on its way over y and dW on its way over x, launched or landing."""
@@ -136,7 +147,7 @@ class _Held:
         flying = np.where(self.apart, self.sent * copy + received, self.low * w.shard * STORED)
         landing = np.where(self.apart, received + (s.x == 2) * copy + self.summed(s.x, whole), flying)
         sums = self.summed(s.y, dX)
-        most = np.maximum(np.maximum(launch, sums + flying), np.minimum(sums, dX // s.y) + landing)
+        most = np.maximum.reduce([launch, sums + flying, np.minimum(sums, dX // s.y) + landing])
         return (s.y > 1) * self.received(s.y) * dX + most
 
     def scaled(self) -> Moment:
@@ -153,7 +164,7 @@ class _Held:
 
     def weights(self, j: int) -> Array:
         """Gathered for this layer and on the way for the next, and the gradients of layers before."""
-        ahead = self.whole * self.apart * (j < self.c.layers) * self.choice.schedule.prefetch
+        ahead = self.coming * (j < self.c.layers) * self.choice.schedule.prefetch
         held = np.where(self.kept > 0, self.kept * (self.c.layers - j + 1), self.whole * self.moved + ahead)
         flying = self.apart * min(j - 1, MOST_IN_FLIGHT) * self.way * self.whole
         return held + self.kept_tables + flying
@@ -168,10 +179,12 @@ class _Held:
         X_down, inner = spread // (s.z if regathers else 1), ups * spread // s.z  # saved, until their product is done
         # dY whole over y, X whole over z again, dX and what of its scatter is received
         down = narrow * (s.y > 1) + spread * (1 + (s.z > 1) * (regathers + self.received(s.z))) + one
+        down = down + regathers * self.copies("z", spread // s.z)
         nonlinear = spread // s.z * (7 if c.gated else 2) + one - X_down
         up = ups * spread * (s.z > 1) + ups * spread // s.z + (1 + ups) * one - X_down - inner
         up = up + narrow * (1 + (s.y > 1) * (regathers + self.received(s.y)))
-        buffers = np.maximum(np.maximum(down, nonlinear), up) + 2 * narrow // s.y
+        up = up + regathers * self.copies("y", narrow // s.y)
+        buffers = np.maximum.reduce([down, nonlinear, up]) + 2 * narrow // s.y
         parts = self.choice.schedule.parts
         buffers = buffers * (parts + 1) // (2 * parts)  # of other parts only what is in flight
         if self.choice.recompute == "full":
@@ -191,6 +204,9 @@ class _Held:
     def between(self, j: int) -> Moment:
         gradients, activations = self.remaining(j)
         packed = np.where(self.apart, (1 + self.received(self.s.x)) * self.whole, 0)
+        if j > MOST_IN_FLIGHT:  # the first of those on their way lands: what it sent goes, unless part of the sum
+            gone = self.sent * (self.s.x > 2) * self.whole
+            packed = packed + np.maximum(self.summed(self.s.x, self.whole) - gone, 0)
         rest = 2 * self.m // self.s.y * self.s.d * self.e
         return gradients, activations - self.layer, self.weights(j) + self.whole + packed + rest
 
