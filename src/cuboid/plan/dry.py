@@ -2,10 +2,10 @@
 
 Collectives go to a backend that does nothing and tensors have shapes alone, so a rank of thousands runs on any machine.
 It runs in a process of its own, which may belong to no other world. The backend does not hold on to what it is to
-send, so the peak is compared with a plan for such a one.
+send and sums are made here as for gloo, so the peak is compared with a plan for such a one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
@@ -119,4 +119,5 @@ def compare(counted: Counted, plan: Plan, work: Work) -> list[Comparison]:
 def peak_without_sending(plan: Plan, work: Work) -> int:
     sizes = Sizes(work.config, [plan.cuboid], plan.hardware.node, work.batch, work.seq)
     saved = np.array([plan.cost(work).saved])
-    return int(memory(plan.hardware, work, sizes, plan.choice, saved, holds=False).peak[0])
+    hw = replace(plan.hardware, direct=True)
+    return int(memory(hw, work, sizes, plan.choice, saved, holds=False).peak[0])

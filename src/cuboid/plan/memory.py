@@ -4,10 +4,13 @@ At rest: parameters, AdamW's two moments, gradients once they are summed, activa
 moment: weights gathered, gradients on their way, operands gathered, the head's chunk. None of it grows with depth, and
 what does (saved activations fall, gradients rise) does so evenly, so the fullest moment is one of a few:
 
-    head     everything is saved; the logits' chunk and the table's gradient are alive
+    head     everything is saved; a chunk of logits, or the table's gradient on its way while the last chunk is there
+    scaled   the head's gradients as they were saved, and times dloss
     inside   of the last few layers' backward, or the first's: the MLP's operands and their gradients
     between  layers: gradients packed for the way over x, those of two layers more still on it
-    table    all gradients are there, the embedding's on its way
+    lookup   all gradients are there but the embedding's, which is added up
+    table    … and packed for the way over x
+    tied     … and added to the head's
     data     all gradients joined for the sum over replicas
 """
 
@@ -15,9 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cuboid.comm import LEAST_ALONE
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
-from cuboid.plan.sizes import Sizes
+from cuboid.plan.sizes import Sizes, Weight, added
 from cuboid.plan.time import Array
 from cuboid.weights import MOST_IN_FLIGHT
 
@@ -62,40 +66,92 @@ class _Held:
     def __init__(self, hw: Hardware, work: Work, s: Sizes, choice: Choice, saved: Array, holds: bool) -> None:
         self.c, self.s, self.choice, self.saved = work.config, s, choice, saved
         self.e = ITEMSIZE[work.precision]
-        self.wide = max(self.e, 4)
+        self.wide, self.low = max(self.e, 4), self.e < 4
         self.m = s.m
         self.apart = s.x > 1
-        self.whole = sum(w.n * w.k for w in s.block_weights) * self.e
+        self.whole = added(w.n * w.k for w in s.block_weights) * self.e
         self.shard = sum(w.shard for w in s.block_weights) * STORED
-        self.direct = hw.direct or self.e < 4
-        self.way = 1 - (not holds) + self.received(s.x)  # a reduce-scatter over x: what is sent, what is received
+        self.direct = hw.direct or self.low
+        self.copying = holds and hw.direct
+        # a reduce-scatter over x: what is sent (of two ranks our own part of the sum lies in it), what is received
+        self.sent = holds | (s.x == 2)
+        self.way = self.sent + self.received(s.x)
+        one = added(w.shard for w in s.block_weights) * self.e
+        sent = np.maximum(one, self.copies("x", one)) * holds
+        self.coming = self.apart * (self.whole + sent)  # a layer's weights on their way
         self.head_saved = self.m // s.y * s.d * self.e + s.head_weight.shard * STORED
         self.layer = (saved - self.head_saved) // max(work.config.layers, 1)
-        kept = self.apart & (choice.policy.weights == "retain")
-        self.kept = np.where(kept, self.whole, 0)  # of each layer
+        self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
+        self.kept = self.whole * self.moved * (choice.policy.weights == "retain")  # of each layer
+        tables = s.tables[1:] if self.c.tied else s.tables  # a tied one goes with the head
+        self.kept_tables = sum(map(self.padded, tables)) * (self.kept > 0)
+
+    def padded(self, w: Weight) -> Array:
+        """A weight gathered over x, or its gradient packed: every part as long as the longest."""
+        return w.shard * self.s.x * self.e
+
+    def copies(self, axis: str, part: Array) -> Array:
+        """What gloo sends of a small part that is gathered: a copy for each rank."""
+        ranks, inside = self.s.groups[axis]
+        return self.copying * (ranks > 2) * (inside == ranks) * (part < LEAST_ALONE) * ranks * part
 
     def received(self, axis: Array) -> Array:
-        """Of what is scattered over an axis: everyone's parts, of two ranks the other's alone."""
-        return np.where(axis == 2, 0.5, 1.0) * self.direct
+        """Of what is scattered over an axis: everyone's parts, of two ranks the other's alone; NCCL's are sums."""
+        return np.where(axis == 2, 0.5, 1.0 if self.direct else 1 / axis)
+
+    def summed(self, axis: Array, whole: Array) -> Array:
+        """The sum of parts received of `whole` bytes: of two ranks in place, unless wider. Of more ranks' parts the
+        first is widened by itself."""
+        copies = np.where(axis == 2, self.low, self.direct * (1 + self.low))
+        return (axis > 1) * copies * (whole // axis * self.wide // self.e)
 
     def moments(self) -> list[Moment]:
         last = self.c.layers
         numbers = sorted({1, 2, 3, last} & set(range(1, last + 1)))
         layers = [moment for j in numbers for moment in (self.inside(j), self.between(j))]
-        return [self.head(), *layers, self.table(), self.data()]
+        return [self.head(), self.scaled(), *layers, self.lookup(), self.table(), self.tied(), self.data()]
 
     def head(self) -> Moment:
-        s, e = self.s, self.e
-        table, rows = s.vocab * s.d, s.chunk(self.choice.policy.head_elements) * s.b
+        s, X = self.s, self.m * self.s.d * self.e
+        last = self.whole * (self.moved & (self.kept == 0)) * self.choice.schedule.prefetch
+        weights = self.kept * self.c.layers + last + self.kept_tables + self.padded(s.head_weight) * self.moved
+        held = weights + s.vocab * s.d * self.wide + 2 * X + (s.y > 1) * X // s.y  # dW, X and dX, X before its gather
+        chunk, left = self.chunk()
+        return self.none(), self.saved - self.head_saved, held + np.maximum(chunk, left + self.reduced(X))
+
+    def chunk(self) -> tuple[Array, Array]:
+        """At most, and what of a chunk is there until the next one's takes its place."""
+        s, e, low = self.s, self.e, self.low
+        length = s.chunk(self.choice.policy.head_elements)
+        again, rows = length < s.s, length * s.b
         partial, logits = rows * s.vocab * e, rows // s.z * s.vocab * self.wide
-        summed = partial + logits * (2 if e < 4 else 1)
-        chunk = np.where(s.z > 1, np.maximum((1 + self.received(s.z)) * partial, summed), 2 * logits)
-        reduced = self.apart * table * e * (1 + (e < 4)) + (e < 4) * table * e
-        gathered = table * e * (self.apart | (e < STORED)) + table * self.wide
-        last = np.where(self.apart & (self.kept == 0), self.whole, 0) * self.choice.schedule.prefetch
-        kept = self.kept * self.c.layers + last
-        X = 2 * self.m * s.d * e + (s.y > 1) * self.m // s.y * s.d * e
-        return self.none(), self.saved - self.head_saved, kept + gathered + X + np.maximum(chunk, reduced)
+        dlogits = partial * ((s.z > 1) | low)  # whole over z; else they are the logits' memory
+        left = logits + dlogits + 4 * rows // s.z * s.y * self.wide  # and the parts of the loss
+        received = self.received(s.z) * partial
+        arrived = received + (s.z == 2) * partial + self.summed(s.z, partial)
+        scattered = np.where(s.z > 1, np.maximum(partial + received, arrived), low * partial + logits)
+        exponentials = 2 * logits + again * dlogits
+        one = partial // s.z
+        gathered = left + np.maximum(low * (s.z > 1) * one, self.copies("z", one))  # dlogits, and what is sent of them
+        products = left + low * s.vocab * s.d * e  # dW's, to be added
+        return np.maximum.reduce([again * left + scattered, exponentials, gathered, products]), left
+
+    def reduced(self, dX: Array) -> Array:
+        """The head's dX on its way over y and dW on its way over x, launched or landing."""
+        s, w = self.s, self.s.head_weight
+        whole, uneven = self.padded(w), w.n % s.x != 0
+        narrow = self.low * w.n * w.k * self.e  # dW as it is sent
+        copy = np.where(uneven, whole, narrow)  # … or filled up
+        received = self.received(s.x) * whole
+        launch = np.where(self.apart, narrow + uneven * whole + received, narrow + self.low * w.shard * STORED)
+        flying = np.where(self.apart, self.sent * copy + received, self.low * w.shard * STORED)
+        landing = np.where(self.apart, received + (s.x == 2) * copy + self.summed(s.x, whole), flying)
+        sums = self.summed(s.y, dX)
+        most = np.maximum.reduce([launch, sums + flying, np.minimum(sums, dX // s.y) + landing])
+        return (s.y > 1) * self.received(s.y) * dX + most
+
+    def scaled(self) -> Moment:
+        return self.none(), self.saved, self.weights(1) + self.head_saved
 
     def none(self) -> Array:
         return np.zeros_like(self.saved)
@@ -108,12 +164,10 @@ class _Held:
 
     def weights(self, j: int) -> Array:
         """Gathered for this layer and on the way for the next, and the gradients of layers before."""
-        own = np.where(self.apart | (self.e < STORED), self.whole, 0)
-        following = np.where(self.apart, self.whole, 0) * (j < self.c.layers)
+        ahead = self.coming * (j < self.c.layers) * self.choice.schedule.prefetch
+        held = np.where(self.kept > 0, self.kept * (self.c.layers - j + 1), self.whole * self.moved + ahead)
         flying = self.apart * min(j - 1, MOST_IN_FLIGHT) * self.way * self.whole
-        if self.choice.policy.weights == "retain":
-            return np.where(self.apart, self.kept * (self.c.layers - j + 1), own) + flying
-        return own + following + flying
+        return held + self.kept_tables + flying
 
     def inside(self, j: int) -> Moment:
         s, c, m, e = self.s, self.c, self.m, self.e
@@ -125,10 +179,12 @@ class _Held:
         X_down, inner = spread // (s.z if regathers else 1), ups * spread // s.z  # saved, until their product is done
         # dY whole over y, X whole over z again, dX and what of its scatter is received
         down = narrow * (s.y > 1) + spread * (1 + (s.z > 1) * (regathers + self.received(s.z))) + one
+        down = down + regathers * self.copies("z", spread // s.z)
         nonlinear = spread // s.z * (7 if c.gated else 2) + one - X_down
         up = ups * spread * (s.z > 1) + ups * spread // s.z + (1 + ups) * one - X_down - inner
         up = up + narrow * (1 + (s.y > 1) * (regathers + self.received(s.y)))
-        buffers = np.maximum(np.maximum(down, nonlinear), up) + 2 * narrow // s.y
+        up = up + regathers * self.copies("y", narrow // s.y)
+        buffers = np.maximum.reduce([down, nonlinear, up]) + 2 * narrow // s.y
         parts = self.choice.schedule.parts
         buffers = buffers * (parts + 1) // (2 * parts)  # of other parts only what is in flight
         if self.choice.recompute == "full":
@@ -148,20 +204,45 @@ class _Held:
     def between(self, j: int) -> Moment:
         gradients, activations = self.remaining(j)
         packed = np.where(self.apart, (1 + self.received(self.s.x)) * self.whole, 0)
+        if j > MOST_IN_FLIGHT:  # the first of those on their way lands: what it sent goes, unless part of the sum
+            gone = self.sent * (self.s.x > 2) * self.whole
+            packed = packed + np.maximum(self.summed(self.s.x, self.whole) - gone, 0)
         rest = 2 * self.m // self.s.y * self.s.d * self.e
         return gradients, activations - self.layer, self.weights(j) + self.whole + packed + rest
 
     def gradients(self) -> Array:
         return self.s.parameters * STORED
 
-    def table(self) -> Moment:
-        s = self.s
-        size = sum(w.n * w.k for w in s.tables)
-        way = np.where(self.apart, size * self.e * (1 + self.received(s.x)), 0)
+    def others(self) -> Array:
+        """Gradients but the tables'; a tied table's of the head is one of them."""
+        tables = sum(w.shard for w in self.s.tables) - self.c.tied * self.s.head_weight.shard
+        return self.gradients() - tables * STORED
+
+    def lookup(self) -> Moment:
+        s, parts = self.s, self.choice.schedule.parts
         flying = self.apart * min(self.c.layers, MOST_IN_FLIGHT) * self.whole * self.way
-        rows = self.m * s.d * self.e * (1 + (s.y > 1))
-        tables = sum(w.shard for w in s.tables) * STORED
-        return self.gradients() - tables, self.none(), size * self.wide + way + flying + rows
+        rows = self.m // parts * s.d * (self.e + self.low * self.wide)
+        sizes = [w.n * w.k for w in s.tables]
+        tables = sum(sizes) * (self.wide + (parts > 1) * self.e) + self.low * sizes[0] * self.e  # of a part before too
+        return self.others(), self.none(), tables + rows + flying + self.kept_tables
+
+    def table(self) -> Moment:
+        """The last to be launched; learned positions go before it."""
+        table, *positions = self.s.tables
+        layers = min(self.c.layers, MOST_IN_FLIGHT - len(positions))
+        flying = (layers * self.whole + sum(map(self.padded, positions))) * self.way
+        filled = table.n % self.s.x != 0
+        packed = self.padded(table) * (1 + np.maximum(self.received(self.s.x), filled))
+        return (
+            self.others(),
+            self.none(),
+            table.n * table.k * self.e + self.apart * (packed + flying) + self.kept_tables,
+        )
+
+    def tied(self) -> Moment:
+        """Where x is 1: else less than what was received of it."""
+        table = self.s.head_weight.shard * (self.c.tied & (self.s.x == 1))
+        return self.others(), self.none(), table * (2 * STORED + self.low * self.e)
 
     def data(self) -> Moment:
         joined = np.where(self.s.data > 1, 2 * self.gradients(), 0)
