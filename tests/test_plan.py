@@ -308,11 +308,12 @@ def test_micro_batches_take_their_time_and_save_memory() -> None:
     a, b = (predict(A100, work, cuboid, Choice()) for work in (whole, parts))
     assert b.peak < a.peak
     assert a.seconds < b.seconds < 2 * a.seconds
-    traffic = [plan.cost(work).counts() for plan, work in ((a, whole), (b, parts))]
-    for plan, counts, times in zip((a, b), traffic, (1, 4), strict=True):
-        for axis, kinds in counts.items():
-            of_one = [sum(each) for each in zip(*kinds.values(), strict=True)]
-            assert [plan.calls[axis], plan.sent[axis]] == [times * each for each in of_one]
+    for plan, work in ((a, whole), (b, parts)):
+        sizes = cuboid, cuboid.coordinates(0), work.batch, work.seq, Policy(), "none", 4, 2, Choice().schedule
+        costs = [step_cost(config, *sizes, last=i == 0) for i in range(work.micro_batches)]
+        for axis in "xyz":
+            sent = [each for cost in costs for each in cost.counts()[axis].values()]
+            assert (plan.calls[axis], plan.sent[axis]) == tuple(map(sum, zip(*sent, strict=True)))
         assert plan.calls["world"] == 1  # the norm's
 
 

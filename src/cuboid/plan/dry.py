@@ -84,7 +84,7 @@ def _play(work: Work, cuboid: Cuboid, choice: Choice, rank: int, answer: Connect
         place = parallel.place(work.batch, work.seq)
         ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
         with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
-            for last in (False, True)[-work.micro_batches :]:  # a second one finds the gradients of the first
+            for last in (False, False, True)[-work.micro_batches :]:  # the second one finds the gradients of the first
                 model(ids, ids, place, last=last).backward()
         model.zero_grad()
         mesh.ledger.reset()

@@ -11,7 +11,9 @@ what does (saved activations fall, gradients rise) does so evenly, so the fulles
     lookup   all gradients are there but the embedding's, which is added up
     table    … and packed for the way over x
     tied     … and added to the head's
-    data     all gradients joined for the sum over replicas
+    data     all gradients are there; the largest part's are joined, and their sum over replicas on its way
+
+The gradients of earlier micro-batches lie beside all this, until the last one takes them along.
 """
 
 from dataclasses import dataclass
@@ -48,13 +50,12 @@ def memory(
     sends until that is awaited, as gloo and NCCL do."""
     held = _Held(hw, work, sizes, choice, saved, holds)
     parameters = sizes.parameters * STORED
-    found = held.moments()
+    earlier = parameters if work.micro_batches > 1 else np.zeros_like(parameters)
+    found = [(gradients + earlier, *others) for gradients, *others in held.moments()] + [held.data()]
     which = np.stack([sum(moment) for moment in found]).argmax(0)
     gradients, activations, buffers = (
         np.choose(which, [moment[i] for moment in found]).astype(np.int64) for i in range(3)
     )
-    if work.micro_batches > 1:  # gradients of the micro-batches before
-        gradients = gradients + parameters
     return Memory(parameters, gradients, (2 if moments else 0) * parameters, activations, buffers)
 
 
@@ -109,7 +110,7 @@ class _Held:
         last = self.c.layers
         numbers = sorted({1, 2, 3, last} & set(range(1, last + 1)))
         layers = [moment for j in numbers for moment in (self.inside(j), self.between(j))]
-        return [self.head(), self.scaled(), *layers, self.lookup(), self.table(), self.tied(), self.data()]
+        return [self.head(), self.scaled(), *layers, self.lookup(), self.table(), self.tied()]
 
     def head(self) -> Moment:
         s, X = self.s, self.m * self.s.d * self.e
@@ -159,8 +160,9 @@ class _Held:
     def remaining(self, j: int) -> tuple[Array, Array]:
         """Gradients there and activations saved while the j-th last layer runs backward."""
         over = np.where(self.apart, max(j - 1 - MOST_IN_FLIGHT, 0), j - 1)
-        landed = over * np.where(self.apart, self.shard, self.whole)
-        return landed + self.s.head_weight.shard * STORED, self.saved - self.head_saved - (j - 1) * self.layer
+        return over * self.shard + self.s.head_weight.shard * STORED, self.saved - self.head_saved - (
+            j - 1
+        ) * self.layer
 
     def weights(self, j: int) -> Array:
         """Gathered for this layer and on the way for the next, and the gradients of layers before."""
@@ -203,7 +205,10 @@ class _Held:
 
     def between(self, j: int) -> Moment:
         gradients, activations = self.remaining(j)
-        packed = np.where(self.apart, (1 + self.received(self.s.x)) * self.whole, 0)
+        alone = (
+            self.low + 2 * (self.s.data > 1)
+        ) * self.shard  # where x is 1: widened, and at once sent to the replicas
+        packed = np.where(self.apart, (1 + self.received(self.s.x)) * self.whole, alone)
         if j > MOST_IN_FLIGHT:  # the first of those on their way lands: what it sent goes, unless part of the sum
             gone = self.sent * (self.s.x > 2) * self.whole
             packed = packed + np.maximum(self.summed(self.s.x, self.whole) - gone, 0)
@@ -245,5 +250,6 @@ class _Held:
         return self.others(), self.none(), table * (2 * STORED + self.low * self.e)
 
     def data(self) -> Moment:
-        joined = np.where(self.s.data > 1, 2 * self.gradients(), 0)
-        return self.gradients(), self.none(), joined
+        tables = [w.shard for w in (*self.s.tables, self.s.head_weight)]
+        largest = np.maximum.reduce([added(w.shard for w in self.s.block_weights), *tables])
+        return self.gradients(), self.none(), np.where(self.s.data > 1, 2 * largest * STORED, 0)
