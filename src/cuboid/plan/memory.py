@@ -82,13 +82,21 @@ class _Held:
         self.head_saved = self.m // s.y * s.d * self.e + s.head_weight.shard * STORED
         self.layer = (saved - self.head_saved) // max(work.config.layers, 1)
         self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
-        self.kept = self.whole * self.moved * (choice.policy.weights == "retain")  # of each layer
+        self.gathered = self.unpacked() * self.moved
+        self.kept = self.gathered * (choice.policy.weights == "retain")  # of each layer
         tables = s.tables[1:] if self.c.tied else s.tables  # a tied one goes with the head
         self.kept_tables = sum(map(self.padded, tables)) * (self.kept > 0)
 
     def padded(self, w: Weight) -> Array:
         """A weight gathered over x, or its gradient packed: every part as long as the longest."""
         return w.shard * self.s.x * self.e
+
+    def unpacked(self) -> Array:
+        """A layer's whole weights: copies out of what was gathered, but a weight of one row a rank is a view that
+        holds all of it."""
+        every = added(map(self.padded, self.s.block_weights))
+        views = added(self.padded(w) * (self.apart & (w.shard == w.k)) for w in self.s.block_weights)
+        return every - views + every * (views > 0)
 
     def copies(self, axis: str, part: Array) -> Array:
         """What gloo sends of a small part that is gathered: a copy for each rank."""
@@ -113,7 +121,7 @@ class _Held:
 
     def head(self) -> Moment:
         s, X = self.s, self.m * self.s.d * self.e
-        last = self.whole * (self.moved & (self.kept == 0)) * self.choice.schedule.prefetch
+        last = self.gathered * (self.kept == 0) * self.choice.schedule.prefetch
         weights = self.kept * self.c.layers + last + self.kept_tables + self.padded(s.head_weight) * self.moved
         held = weights + s.vocab * s.d * self.wide + 2 * X + (s.y > 1) * X // s.y  # dW, X and dX, X before its gather
         chunk, left = self.chunk()
@@ -165,7 +173,7 @@ class _Held:
     def weights(self, j: int) -> Array:
         """Gathered for this layer and on the way for the next, and the gradients of layers before."""
         ahead = self.coming * (j < self.c.layers) * self.choice.schedule.prefetch
-        held = np.where(self.kept > 0, self.kept * (self.c.layers - j + 1), self.whole * self.moved + ahead)
+        held = np.where(self.kept > 0, self.kept * (self.c.layers - j + 1), self.gathered + ahead)
         flying = self.apart * min(j - 1, MOST_IN_FLIGHT) * self.way * self.whole
         return held + self.kept_tables + flying
 
