@@ -247,8 +247,11 @@ SMALL = {
 def test_memory_is_the_measured_peak(pool, name: str, shape: tuple[int, int, int], choice: Choice) -> None:
     config, batch = SMALL[name]
     work, cuboid = Work(config, batch, config.context, "fp32"), Cuboid(*shape)
-    measured = pool(8).run(peak, work, cuboid, choice)[0]
-    assert predict(CPU, work, cuboid, choice).peak == pytest.approx(measured, rel=0.05)
+    measured, planned = pool(8).run(peak, work, cuboid, choice)[0], predict(CPU, work, cuboid, choice).peak
+    print(
+        f"{name}, {cuboid}: {measured:,} bytes measured, {planned / measured - 1:+.1%} planned"
+    )  # pytest -rP shows it
+    assert planned == pytest.approx(measured, rel=0.1)  # gloo's threads may hold what has arrived a little longer
 
 
 @pytest.mark.parametrize(
@@ -267,7 +270,7 @@ def test_a_dry_run_is_the_plans(cuboid: Cuboid, special: dict[str, bool]) -> Non
     config = ModelConfig("llama", layers=2, hidden=1024, heads=64, kv_heads=8, vocab=5000, context=512, **special)
     work, choice = Work(config, 64, 256), Choice("selective", Policy("retain"), PARTS if cuboid.x < 64 else Schedule())
     found = compare(dry_run(work, cuboid, choice), predict(H100, work, cuboid, choice), work)
-    assert [each.what for each in found if each.exact and not each.ok] == []
+    assert [each.what for each in found if not each.ok] == []
     assert {"x all_gather, bytes", "FLOPs", "bytes saved for backward"} <= {each.what for each in found}
 
 
@@ -276,7 +279,7 @@ def test_a_dry_run_peaks_where_planned(cuboid: Cuboid) -> None:
     """Few tokens: the table and its gradient are most of it."""
     work = Work(MODELS["gpt2-124m"], 8, 128, "fp32")
     plan = predict(H100, work, cuboid, Choice())
-    assert peak_without_sending(plan, work) == pytest.approx(dry_run(work, cuboid, Choice()).peak, rel=0.05)
+    assert peak_without_sending(plan, work) == pytest.approx(dry_run(work, cuboid, Choice()).peak, rel=0.02)
 
 
 # Search

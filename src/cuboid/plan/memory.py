@@ -66,7 +66,7 @@ Moment = tuple[Array, Array, Array]
 class _Held:
     def __init__(self, hw: Hardware, work: Work, s: Sizes, choice: Choice, saved: Array, holds: bool) -> None:
         self.c, self.s, self.choice, self.saved = work.config, s, choice, saved
-        self.e = ITEMSIZE[work.precision]
+        self.e, self.micro_batches = ITEMSIZE[work.precision], work.micro_batches
         self.wide, self.low = max(self.e, 4), self.e < 4
         self.m = s.m
         self.apart = s.x > 1
@@ -83,13 +83,21 @@ class _Held:
         self.head_saved = self.m // s.y * s.d * self.e + s.head_weight.shard * STORED
         self.layer = (saved - self.head_saved) // max(work.config.layers, 1)
         self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
-        self.kept = self.whole * self.moved * (choice.policy.weights == "retain")  # of each layer
+        self.gathered = self.unpacked() * self.moved
+        self.kept = self.gathered * (choice.policy.weights == "retain")  # of each layer
         tables = s.tables[1:] if self.c.tied else s.tables  # a tied one goes with the head
         self.kept_tables = sum(map(self.padded, tables)) * (self.kept > 0)
 
     def padded(self, w: Weight) -> Array:
         """A weight gathered over x, or its gradient packed: every part as long as the longest."""
         return w.shard * self.s.x * self.e
+
+    def unpacked(self) -> Array:
+        """A layer's whole weights: copies out of what was gathered, but a weight of one row a rank is a view that
+        holds all of it."""
+        every = added(map(self.padded, self.s.block_weights))
+        views = added(self.padded(w) * (self.apart & (w.shard == w.k)) for w in self.s.block_weights)
+        return every - views + every * (views > 0)
 
     def copies(self, axis: str, part: Array) -> Array:
         """What gloo sends of a small part that is gathered: a copy for each rank."""
@@ -114,7 +122,7 @@ class _Held:
 
     def head(self) -> Moment:
         s, X = self.s, self.m * self.s.d * self.e
-        last = self.whole * (self.moved & (self.kept == 0)) * self.choice.schedule.prefetch
+        last = self.gathered * (self.kept == 0) * self.choice.schedule.prefetch
         weights = self.kept * self.c.layers + last + self.kept_tables + self.padded(s.head_weight) * self.moved
         held = weights + s.vocab * s.d * self.wide + 2 * X + (s.y > 1) * X // s.y  # dW, X and dX, X before its gather
         chunk, left = self.chunk()
@@ -160,14 +168,13 @@ class _Held:
     def remaining(self, j: int) -> tuple[Array, Array]:
         """Gradients there and activations saved while the j-th last layer runs backward."""
         over = np.where(self.apart, max(j - 1 - MOST_IN_FLIGHT, 0), j - 1)
-        return over * self.shard + self.s.head_weight.shard * STORED, self.saved - self.head_saved - (
-            j - 1
-        ) * self.layer
+        gradients = over * self.shard + self.s.head_weight.shard * STORED
+        return gradients, self.saved - self.head_saved - (j - 1) * self.layer
 
     def weights(self, j: int) -> Array:
         """Gathered for this layer and on the way for the next, and the gradients of layers before."""
         ahead = self.coming * (j < self.c.layers) * self.choice.schedule.prefetch
-        held = np.where(self.kept > 0, self.kept * (self.c.layers - j + 1), self.whole * self.moved + ahead)
+        held = np.where(self.kept > 0, self.kept * (self.c.layers - j + 1), self.gathered + ahead)
         flying = self.apart * min(j - 1, MOST_IN_FLIGHT) * self.way * self.whole
         return held + self.kept_tables + flying
 
@@ -205,9 +212,8 @@ class _Held:
 
     def between(self, j: int) -> Moment:
         gradients, activations = self.remaining(j)
-        alone = (
-            self.low + 2 * (self.s.data > 1)
-        ) * self.shard  # where x is 1: widened, and at once sent to the replicas
+        # where x is 1: widened, and sent on to the replicas (of several micro-batches when earlier gradients are gone)
+        alone = (self.low + 2 * (self.s.data > 1) * (self.micro_batches == 1)) * self.shard
         packed = np.where(self.apart, (1 + self.received(self.s.x)) * self.whole, alone)
         if j > MOST_IN_FLIGHT:  # the first of those on their way lands: what it sent goes, unless part of the sum
             gone = self.sent * (self.s.x > 2) * self.whole
