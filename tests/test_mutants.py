@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cuboid import product, weights
 from cuboid.config import ModelConfig
-from cuboid.flight import Steps
+from cuboid.flight import Steps, landed
 from cuboid.launch import Pool, RankError, World
-from cuboid.mesh import Axis, Cuboid
+from cuboid.mesh import Cuboid
 from cuboid.parallel.cuboid import SPECS, CuboidParallel
 from cuboid.product import Linear, Out
 from cuboid.weights import Bucket, Weights
@@ -50,10 +50,7 @@ def head_norm_not_summed() -> AbstractContextManager[Any]:
 def replicas_not_summed() -> AbstractContextManager[Any]:
     """No sum over the axes a parameter is replicated over, `data` among them."""
 
-    def nothing(axis: Axis, gradients: list[Tensor | None], which: Sequence[int]) -> None:
-        pass
-
-    return patch.object(weights, "_sum_over", nothing)
+    return patch.object(weights, "all_reduce", lambda x, axis: landed(x))
 
 
 def axes_swapped() -> AbstractContextManager[Any]:
@@ -104,7 +101,7 @@ def second_use_lost() -> AbstractContextManager[Any]:
     reduce = Bucket.reduce
 
     def once(self: Bucket, gradients: Sequence[Tensor | None]) -> None:
-        if not self._gradients:
+        if not self._reducing:
             reduce(self, gradients)
 
     return patch.object(Bucket, "reduce", once)

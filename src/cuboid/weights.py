@@ -59,6 +59,7 @@ class Bucket:
         self._sums: dict[int, Tensor] = {}
         self._reducing: list[Callable[[], Gradients]] = []  # sums over x, of every use of the weights
         self._landed: list[Callable[[], Gradients]] = []  # those, on their way over `data`
+        self.uses = 0  # of the weights, that backward has yet to come by
         self._last = True
         self._left = False  # the shards have gradients of earlier micro-batches
         shapes = [spec.local_shape(mesh.cuboid, mesh.coordinates, gathered=("x",)) for spec in self.specs]
@@ -111,7 +112,7 @@ class Bucket:
 
     def reset(self, last: bool) -> None:
         """Forget what an earlier step left: weights retained for a backward that never came are stale."""
-        self._whole, self._flight, self._last = None, None, last
+        self._whole, self._flight, self.uses, self._last = None, None, 0, last
         self._holders.clear()
         self._sums.clear()
         self._reducing.clear()
@@ -149,6 +150,7 @@ class Bucket:
     def reduce(self, gradients: Sequence[Tensor | None]) -> None:
         """Launch the sum over x of the whole weights' gradients, given or added up."""
         x = self.mesh.x
+        self.uses -= 1
         gradients = [self._sums.pop(i, gradient) for i, gradient in enumerate(gradients)]
         if all(gradient is None for gradient in gradients):
             return
@@ -192,7 +194,11 @@ class Bucket:
 
     def land(self) -> None:
         """Wait for what was launched, a shard being a small part of the buffers it travels in, and launch the sum over
-        `data`."""
+        `data` unless the weights were used elsewhere too."""
+        if self.uses:
+            total = self._add_up(self._reducing)
+            self._reducing = [lambda: total]
+            return
         earlier = [self._earlier] if self._last and self._left else []
         total = self._add_up([*earlier, *self._reducing])
         self._reducing = []
@@ -202,6 +208,11 @@ class Bucket:
             return
         flight = all_reduce(torch.cat([gradient.reshape(-1) for gradient in total if gradient is not None]), data)
         self._landed.append(lambda: self._divide(flight.wait(), present))
+
+    def land_all(self) -> None:
+        """At the end of backward: what has not come by will not."""
+        self.uses = 0
+        self.land()
 
     def collect(self) -> Gradients:
         """The shards' gradients, all uses of the weights summed."""
@@ -260,6 +271,7 @@ def open_buckets(buckets: Sequence[Bucket], mesh: Mesh, last: bool) -> list[Tens
 
 
 def gather(bucket: Bucket, opened: Tensor) -> Weights:
+    bucket.uses += torch.is_grad_enabled()
     return Weights(bucket, _Gather.apply(opened, bucket))
 
 
@@ -272,7 +284,7 @@ class _Open(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         for bucket in ctx.buckets:
-            bucket.land()
+            bucket.land_all()
         gradients = [gradient for bucket in ctx.buckets for gradient in bucket.collect()]
         specs = [spec for bucket in ctx.buckets for spec in bucket.specs]
         for axis in ctx.axes:

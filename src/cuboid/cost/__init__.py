@@ -45,6 +45,7 @@ class Counter:
 
     def __init__(self, cuboid: Cuboid, coordinates: Mapping[str, int]) -> None:
         self.axes, self.at, self.cost = cuboid.sizes, coordinates, Cost()
+        self._counted = 0  # bytes of parameters in buckets before
 
     def part(self, n: int, axis: str | None) -> int:
         """How much of n this rank has once the axis has cut it."""
@@ -63,3 +64,9 @@ class Counter:
 
     def reduce(self, axis: str, whole: int, size: int) -> None:
         self.send("all_reduce", axis, whole, size, times=2)
+
+    def bucket(self, size: int, summed: bool = True) -> None:
+        """Parameters added since the last bucket make one: their gradients are summed over data together."""
+        if summed:
+            self.reduce("data", (self.cost.parameters - self._counted) // size, size)
+        self._counted = self.cost.parameters

@@ -69,14 +69,13 @@ class _Step(Counter):
         self.d = config.hidden // self.z
         self.summed_over_y = 0  # elements of norm gradients
         self.summed_over_all = 0  # of those of heads' norms
-        self.summed_over_data = 0  # bytes of parameters whose gradients were
         self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
 
         self.embedding()
         for i in range(config.layers):
             self.block(kept=schedule.prefetch and i == config.layers - 1)
         self.weights(self.norm_weights(1), again=True)
-        self.replicas()
+        self.bucket(self.stored, self.last)
         self.norm()
         self.head()
         if last:
@@ -125,12 +124,6 @@ class _Step(Counter):
             self.gather("x", in_flight * self.x)
         self.scatter("x", in_flight * self.x)
 
-    def replicas(self) -> None:
-        """The sum over data of a bucket's gradients, once per step."""
-        if self.last:
-            self.reduce("data", (self.cost.parameters - self.summed_over_data) // self.stored, self.stored)
-        self.summed_over_data = self.cost.parameters
-
     def norm_weights(self, count: int) -> list[_Weight]:
         """Of `count` norms. Their gradients are summed over y at the end."""
         vectors = count * (1 + self.c.norm_bias)
@@ -149,7 +142,7 @@ class _Step(Counter):
         tied, tables = bool(self.c.tied), [self.c.vocab] + ([] if self.c.rotary else [self.c.context])
         for i, rows in enumerate(tables):  # a tied table is gathered for the head too
             self.weights([(rows, self.c.hidden, "y", "z")], again=False, gathers=2 if tied and i == 0 else 1)
-            self.replicas()
+            self.bucket(self.stored, self.last)
         self.in_parts(self.lookup)
 
     def lookup(self) -> None:
@@ -191,7 +184,7 @@ class _Step(Counter):
         weights += [(n, 1, n_axis, None) for n, _, n_axis, _ in biases]
         self.weights(weights + self.norm_weights(2), again=not kept)
         self.head_norms()
-        self.replicas()
+        self.bucket(self.stored, self.last)
         self.in_parts(self.layer)
 
     def layer(self) -> None:
@@ -270,7 +263,7 @@ class _Step(Counter):
         vocab = self.part(self.c.vocab, "y")
         if not self.c.tied:
             self.cost.matrices += self.part(vocab, "x") * self.d * self.stored
-            self.replicas()
+            self.bucket(self.stored, self.last)
             self.gather("x", ceil_div(vocab, self.x) * self.x * self.d)
         row = self.b * ceil_div(self.c.vocab, self.y)
         chunk = chunk_rows(self.s, self.z, row, self.policy.head_elements)

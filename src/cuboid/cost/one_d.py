@@ -29,7 +29,9 @@ def one_d_cost(
     step.embedding()
     for _ in range(config.layers):
         step.block(recompute)
+        step.bucket(parameter_size)
     step.norm()
+    step.bucket(parameter_size)
     step.head(head_elements)
     step.sums()
     return step.cost
@@ -88,9 +90,9 @@ class _Step(Counter):
         self.replicated += n * replicated
 
     def embedding(self) -> None:
-        self.matrix(self.part(self.c.vocab, "y"), self.c.hidden)
-        if not self.c.rotary:
-            self.matrix(self.part(self.c.context, "y"), self.c.hidden)
+        for rows in [self.c.vocab] + ([] if self.c.rotary else [self.c.context]):
+            self.matrix(self.part(rows, "y"), self.c.hidden)
+            self.bucket(self.stored)
         self.after_out_of()
 
     def norm(self) -> None:
@@ -116,6 +118,7 @@ class _Step(Counter):
         vocab, d = self.part(self.c.vocab, "y"), self.c.hidden
         if not self.c.tied:
             self.matrix(vocab, d)
+            self.bucket(self.stored)
         self.before_into()
         chunk = chunk_rows(self.s, 1, self.b * ceil_div(self.c.vocab, self.y), head_elements)
         for _ in range(self.s // chunk):
@@ -127,4 +130,3 @@ class _Step(Counter):
         """Of gradients, at the end of the step."""
         if self.sequence:
             self.reduce("y", self.replicated, self.stored)
-        self.reduce("data", self.cost.parameters // self.stored, self.stored)

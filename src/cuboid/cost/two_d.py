@@ -26,7 +26,9 @@ def two_d_cost(
     step.embedding()
     for _ in range(config.layers):
         step.block(recompute)
+        step.bucket(parameter_size)
     step.norm()
+    step.bucket(parameter_size)
     step.head()
     step.sums()
     return step.cost
@@ -70,6 +72,7 @@ class _Step(Counter):
     def embedding(self) -> None:
         for rows in [self.c.vocab] + ([] if self.c.rotary else [self.c.context]):
             self.cost.matrices += self.part(rows, "y") * self.d * self.stored
+            self.bucket(self.stored)
             for start, stop in blocks_of(rows, self.q):
                 self.visit("y", (stop - start) * self.d)
                 self.sum_to_one("y", (stop - start) * self.d, self.wide)  # rows are added up in fp32 already
@@ -126,6 +129,7 @@ class _Step(Counter):
         c, m, d = self.c, self.m, self.d
         if not c.tied:
             self.cost.matrices += self.part(c.vocab, "y") * d * self.stored
+            self.bucket(self.stored)
         for start, stop in blocks_of(c.vocab, self.q):
             rows = stop - start
             self.visit("y", rows * d)
@@ -142,5 +146,4 @@ class _Step(Counter):
     def sums(self) -> None:
         """Of the gradients, over the axes on which each rank has seen its own tokens."""
         self.reduce("y", self.cost.vectors // self.stored, self.stored)
-        for axis in ("x", "data"):
-            self.reduce(axis, self.cost.parameters // self.stored, self.stored)
+        self.reduce("x", self.cost.parameters // self.stored, self.stored)
