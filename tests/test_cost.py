@@ -88,10 +88,10 @@ def test_at_rest_and_in_passing(pool) -> None:
     passing = []
     for layers in (4, 7):
         case = Case(EVEN.replace(layers=layers), Cuboid(2, 2, 2), 8, 48, "fp32", recompute="full")
-        report = pool(8).run(verify, case)[0]
-        rest = report.balance["all at rest"]
-        assert rest.largest <= 1.1 * rest.share
-        passing.append({kind: size for kind, size in report.peak.items() if kind not in AT_REST})
-    few, many = (sum(each.values()) for each in passing)
-    assert many == pytest.approx(few, rel=0.06)  # a layer's weights alone are more; gloo may let go of a message late
+        reports = [pool(8).run(verify, case)[0] for _ in range(2)]
+        for rest in (report.balance["all at rest"] for report in reports):
+            assert rest.largest <= 1.1 * rest.share
+        peaks = [{kind: size for kind, size in each.peak.items() if kind not in AT_REST} for each in reports]
+        passing.append(min(peaks, key=lambda peak: sum(peak.values())))  # gloo may let go of a message late
+    assert sum(passing[0].values()) == pytest.approx(sum(passing[1].values()), rel=0.01)
     assert {"weights", "comm", "product"} <= passing[0].keys()
