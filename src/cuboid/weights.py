@@ -16,7 +16,7 @@ last takes them along.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -202,12 +202,7 @@ class Bucket:
         earlier = [self._earlier] if self._last and self._left else []
         total = self._add_up([*earlier, *self._reducing])
         self._reducing = []
-        data, present = self.mesh.data, [i for i, gradient in enumerate(total) if gradient is not None]
-        if data.size == 1 or not self._last or not present:
-            self._landed.append(lambda: total)
-            return
-        flight = all_reduce(torch.cat([gradient.reshape(-1) for gradient in total if gradient is not None]), data)
-        self._landed.append(lambda: self._divide(flight.wait(), present))
+        self._landed.append(_sum_over(self.mesh.data, total) if self._last else lambda: total)
 
     def land_all(self) -> None:
         """At the end of backward: what has not come by will not."""
@@ -236,13 +231,6 @@ class Bucket:
                     gradient = gradient.to(self.parameters[i].dtype)
                     before = total[i]
                     total[i] = gradient if before is None else before + gradient
-        return total
-
-    def _divide(self, flat: Tensor, present: Sequence[int]) -> Gradients:
-        """One flat tensor back into the gradients that were joined in it."""
-        total: Gradients = [None] * len(self.parameters)
-        for i, part in zip(present, flat.split([self.parameters[i].numel() for i in present]), strict=True):
-            total[i] = part.view(self.parameters[i].shape)
         return total
 
     def _split(self, flat: Tensor) -> Gradients:
@@ -288,18 +276,25 @@ class _Open(torch.autograd.Function):
         gradients = [gradient for bucket in ctx.buckets for gradient in bucket.collect()]
         specs = [spec for bucket in ctx.buckets for spec in bucket.specs]
         for axis in ctx.axes:
-            _sum_over(axis, gradients, (i for i, spec in enumerate(specs) if axis.name in spec.sums))
+            partial = [g if axis.name in spec.sums else None for g, spec in zip(gradients, specs, strict=True)]
+            sums = _sum_over(axis, partial)()
+            gradients = [g if total is None else total for g, total in zip(gradients, sums, strict=True)]
         return None, None, None, *gradients
 
 
-def _sum_over(axis: Axis, gradients: Gradients, which: Iterable[int]) -> None:
-    """All-reduce the gradients `which` in place, as one flat tensor."""
-    chosen = [(i, gradient) for i in which if (gradient := gradients[i]) is not None]
-    if axis.size == 1 or not chosen:
-        return
-    flat = all_reduce(torch.cat([gradient.reshape(-1) for _, gradient in chosen]), axis).wait()
-    for (i, gradient), part in zip(chosen, flat.split([g.numel() for _, g in chosen]), strict=True):
-        gradients[i] = part.view(gradient.shape)
+def _sum_over(axis: Axis, gradients: Gradients) -> Callable[[], Gradients]:
+    """Launch the sum of those that are there, as one flat tensor."""
+    shapes = {i: gradient.shape for i, gradient in enumerate(gradients) if gradient is not None}
+    if axis.size == 1 or not shapes:
+        return lambda: gradients
+    flight = all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients if gradient is not None]), axis)
+    count = len(gradients)
+
+    def land() -> Gradients:
+        parts = iter(flight.wait().split([shape.numel() for shape in shapes.values()]))
+        return [next(parts).view(shapes[i]) if i in shapes else None for i in range(count)]
+
+    return land
 
 
 class _Gather(torch.autograd.Function):
