@@ -59,7 +59,7 @@ def _gather(x: Tensor, whole: Tensor, axis: Axis) -> list[dist.Work]:
     """gloo's own all_gather is a ring of p-1 turns that copies everything once more at its end. Between hosts it keeps
     every link busy, and what it sends leaves a host once. Inside one, sent from each rank to each, the same bytes take
     half the CPU time: small ones as copies in one all-to-all, large ones as they are, a place further at a time."""
-    if dist.get_backend(axis.group) != "gloo" or (axis.size > 2 and axis.hosts > 1):
+    if axis.backend != "gloo" or (axis.size > 2 and axis.hosts > 1):
         return [dist.all_gather_single(whole, x, group=axis.group, async_op=True)]
     x, parts = x.view(1, -1), whole.view(axis.size, x.numel())
     if axis.size == 2:
@@ -102,7 +102,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> F
     assert x.shape[0] % axis.size == 0, f"dim 0 of {tuple(x.shape)} cannot be scattered over {axis.size} ranks"
     part = (x.shape[0] // axis.size, *x.shape[1:])
     span = _launched("reduce_scatter", x, axis)
-    if dist.get_backend(axis.group) == "nccl" and x.dtype.itemsize >= 4:
+    if axis.backend == "nccl" and x.dtype.itemsize >= 4:
         mine = x.new_empty(part)
         work = dist.reduce_scatter_single(mine, x, group=axis.group, async_op=True)
         return Flight([work], lambda: mine.to(dtype), span, axis)

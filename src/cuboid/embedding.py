@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.comm import all_gather, reduce_scatter
@@ -51,7 +52,7 @@ def _rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
     if n == 0:
         return table.new_zeros(*ids.shape, table.shape[1])
     own = _own(ids, start, n)
-    return table[own.clamp(max=n - 1)] * (own < n)[..., None]
+    return F.embedding(own.clamp(max=n - 1), table).mul_((own < n)[..., None])
 
 
 class _Launch(torch.autograd.Function):
@@ -62,7 +63,7 @@ class _Launch(torch.autograd.Function):
         partial = None
         for ids, start, table in zip(call.ids, call.starts, tables, strict=True):
             rows = _rows(table, ids, start)
-            partial = rows if partial is None else partial + rows
+            partial = rows if partial is None else partial.add_(rows)
         assert partial is not None
         call.flight = reduce_scatter(partial, call.y)
         return token(partial)

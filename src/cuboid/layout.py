@@ -7,6 +7,7 @@ reads there. Nothing is padded at rest, and no padding ever enters a global shap
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class Spec:
         assert len(self.cuts) == len(self.shape), f"{self.cuts} does not name the cuts of each dim of {self.shape}"
         assert len(set(axes)) == len(axes), f"an axis cuts a tensor once: {self.cuts}"
 
-    @property
+    @cached_property
     def cut_by(self) -> tuple[str, ...]:
         return tuple(axis for dim in self.cuts for axis in dim)
 

@@ -2,22 +2,19 @@
 
 Bytes are those a rank sends when the collective moves the least it can: (p-1)/p of the whole for an all-gather, a
 reduce-scatter or an all-to-all over p ranks, twice that for an all-reduce; the mean over the ranks, (p-1)/p of the
-block, for a broadcast or a reduce. `in_flight` is the time from launch to
-completion, `exposed` the part of it in which the rank did nothing but wait.
+block, for a broadcast or a reduce. `exposed` is the time in which the rank did nothing but wait.
 """
 
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass
 class Entry:
     calls: int = 0
     bytes: int = 0
-    in_flight: float = 0.0
     exposed: float = 0.0
 
 
@@ -29,8 +26,8 @@ class Span:
     kind: str
     bytes: int
     launched: float
-    entry: Entry  # a late landing must not reappear in a ledger that was reset meanwhile
-    landed: float = 0.0
+    entry: Entry  # a late one must not reappear in a ledger that was reset meanwhile
+    landed: float = 0.0  # where spans are listed
     waited: float = 0.0  # the rank began to do nothing but wait for it
     resumed: float = 0.0  # and ended to
 
@@ -51,11 +48,6 @@ class Ledger:
         if self.spans is not None:
             self.spans.append(span)
         return span
-
-    def landed(self, span: Span, when: float) -> None:
-        """It, or one more of the messages it is made of."""
-        span.entry.in_flight += when - (span.landed or span.launched)
-        span.landed = when
 
     def waited(self, span: Span, start: float, stop: float) -> None:
         span.waited, span.resumed = start, stop
@@ -91,12 +83,4 @@ class Ledger:
         table: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
         for (axis, kind), entry in sorted(self.entries.items()):
             table[axis][kind] = (entry.calls, entry.bytes)
-        return dict(table)
-
-    def export(self) -> dict[str, dict[str, Any]]:
-        """Everything, ready for `json.dumps`."""
-        self.settle()
-        table: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-        for (axis, kind), entry in sorted(self.entries.items()):
-            table[axis][kind] = asdict(entry)
         return dict(table)

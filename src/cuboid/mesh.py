@@ -116,6 +116,7 @@ class Axis:
     hosts: int = 1  # that this rank's group is spread over
     back: dist.ProcessGroup | None = None  # a second group, for what goes from higher ranks to lower
     mates: int = 1  # ranks of the group on each host, for broadcasts and sums that go by hosts
+    backend: str = ""  # the group's
 
 
 class Mesh:
@@ -201,7 +202,8 @@ class Mesh:
         hosts = Counter(rank // self._per_host for rank in ranks)
         by_host = self._by_host and len(set(hosts.values())) == 1 and back is not None
         mates = size // len(hosts) if by_host else 1
-        return Axis(name, size, index, group, self.ledger, self.overlap, journal, len(hosts), back, mates)
+        backend = dist.get_backend(group) if group is not None else ""
+        return Axis(name, size, index, group, self.ledger, self.overlap, journal, len(hosts), back, mates, backend)
 
     def _pair(self, axis: str, size: int, parts: int = 1) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
         """This rank's of the groups along an axis, or along each of its `parts`, and a second one for the way back

@@ -200,6 +200,7 @@ class Model(nn.Module):
         super().__init__()
         self.parallel = parallel
         self._buckets: dict[nn.Module, Any] = {}
+        self._held_by: dict[int, list[nn.Parameter]] = {}  # so many ranks
 
     def finish(
         self, parts: Sequence[nn.Module], seed: int | None, dtype: torch.dtype, order: Sequence[nn.Module] = ()
@@ -214,6 +215,8 @@ class Model(nn.Module):
         for part in parts:
             before = self._buckets[following[part]] if part in following else None
             self._buckets[part] = self.parallel.bucket([(p, d.spec) for _, p, d in declared(part)], before)
+        for _, parameter, d in declared(self):
+            self._held_by.setdefault(d.spec.copies(self.parallel.mesh.cuboid), []).append(parameter)
 
     def open(self, last: bool = True) -> dict[nn.Module, Any]:
         """Begin a micro-batch. Those that are not the `last` of a step leave their gradients to it: until its backward
@@ -232,13 +235,11 @@ class Model(nn.Module):
     def gradient_square(self) -> Tensor:
         """This rank's share of the squared norm of the whole gradient: what several ranks hold, each counts in part.
         Rows are summed in fp32 or better, their sums in fp64: within 1e-8 of fp64 throughout, ten times as fast."""
-        cuboid = self.parallel.mesh.cuboid
         total = torch.zeros((), dtype=torch.float64, device=self.parallel.mesh.device)
-        for _, parameter, d in declared(self):
-            if parameter.grad is not None:
-                wide = torch.promote_types(parameter.grad.dtype, torch.float32)
-                rows = torch.linalg.vector_norm(parameter.grad, dim=-1, dtype=wide)
-                total += rows.double().square().sum() / d.spec.copies(cuboid)
+        for copies, parameters in self._held_by.items():
+            rows = [_row_norms(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            if rows:
+                total += torch.cat(rows).double().square().sum() / copies
         return total
 
     def gradient_norm(self) -> Tensor:
@@ -259,6 +260,11 @@ class Model(nn.Module):
             found[name] = nn.Parameter(d.spec.dtensor(parameter.detach(), self.parallel.mesh))
             parameter.register_post_accumulate_grad_hook(_handing_to(found[name], d.spec, self.parallel.mesh))
         return found
+
+
+def _row_norms(x: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=wide).view(-1)
 
 
 def _handing_to(whole: nn.Parameter, spec: Spec, mesh: Mesh) -> Callable[[Tensor], None]:

@@ -25,6 +25,7 @@ of every rank's part. Whole sequences are then put together again in their order
 chunk, and an *out of* product that takes as many chunks gives them back in order.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from cuboid.comm import all_gather, reduce_scatter
 from cuboid.flight import Flight, Pause, Steps, landed, token
 from cuboid.mesh import Axis
-from cuboid.weights import Bucket, Weights
+from cuboid.weights import Bucket, Weights, joined
 
 
 class Linear(NamedTuple):
@@ -89,6 +90,10 @@ class Product:
     def out_blocks(self, out: Out) -> int:
         """Of Y before it is scattered."""
         return self.k.size if out.heads else 1
+
+    def groups(self, out: Out) -> Sequence[Sequence[Linear]]:
+        """Those multiplied as one matrix: all of an out, unless each of its blocks has some rows of every weight."""
+        return [out.linears] if self.out_blocks(out) == 1 else [[linear] for linear in out.linears]
 
     def cut_X(self, X_s: Tensor) -> Iterable[Tensor]:
         return cut(X_s, self.chunks, self.k.size if self.heads else 1)
@@ -170,7 +175,8 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         call: Product = ctx.call
         Xs, call.X = call.X or [landed(X) for X in ctx.saved_tensors], []
-        Ws = [call.bucket.again(linear.weight) for linear in call.linears]
+        groups = [group for out in call.outs for group in call.groups(out)]
+        Ws = [joined([call.bucket.again(linear.weight) for linear in group]) for group in groups]
         dYs = []
         for flights in call.dY:
             dY = gradients(flights, call, Ws)
@@ -183,11 +189,11 @@ class _Multiply(torch.autograd.Function):
         call.dY = []
         for flight, dY in zip(Xs, dYs, strict=True):
             X_mk = stack(flight.wait(), call.blocks)
-            for dY_n, (weight, bias) in zip(dY, call.linears, strict=True):
-                weight_gradient(dY_n, X_mk, *call.bucket.gradient(weight))  # (3)
-                if bias is not None:
-                    db, add = call.bucket.gradient(bias)  # dY is whole over k, so db needs no sum over k
-                    db.add_(dY_n.sum(1).view(-1)) if add else db.copy_(dY_n.sum(1).view(-1))
+            for dY_n, group in zip(dY, groups, strict=True):
+                weight_gradient(dY_n, X_mk, *call.bucket.gradient([linear.weight for linear in group]))  # (3)
+                if biases := [linear.bias for linear in group if linear.bias is not None]:
+                    db, add = call.bucket.gradient(biases)  # dY is whole over k, so db needs no sum over k
+                    db.add_(dY_n.sum(1).view(-1)) if add else torch.sum(dY_n, 1, out=db.view(dY_n.shape[0], -1))
         return token(Ws[0]), None, *[None] * len(call.parameters)
 
 
@@ -218,7 +224,8 @@ def outputs(X: Tensor, call: Product, values: Mapping[int, Tensor]) -> Iterable[
     """Y [(blocks m) n] of each out, before it is scattered."""
     X_mk = stack(X, call.blocks)
     for out in call.outs:
-        Ws, blocks = [values[id(linear.weight)] for linear in out.linears], call.out_blocks(out)
+        Ws = [joined([values[id(linear.weight)] for linear in group]) for group in call.groups(out)]
+        blocks = call.out_blocks(out)
         Y_mn = X.new_empty(blocks, X_mk.shape[1], sum(W.shape[0] for W in Ws) // blocks)
         for Y, W in zip(columns(Y_mn, Ws), Ws, strict=True):
             multiply(X_mk, W, Y)
@@ -226,10 +233,10 @@ def outputs(X: Tensor, call: Product, values: Mapping[int, Tensor]) -> Iterable[
 
 
 def gradients(flights: Sequence[Flight], call: Product, Ws: Sequence[Tensor]) -> list[Tensor]:
-    """dY [blocks, m, n] of each weight, gathered."""
+    """dY [blocks, m, n] of each group's weight, gathered."""
     found: list[Tensor] = []
     for flight, out in zip(flights, call.outs, strict=True):
-        own = Ws[len(found) : len(found) + len(out.linears)]
+        own = Ws[len(found) : len(found) + len(call.groups(out))]
         found += columns(stack(flight.wait(), call.out_blocks(out)), own)
     return found
 
@@ -261,6 +268,11 @@ def bias_of(out: Out, call: Product, values: Mapping[int, Tensor]) -> Tensor | N
     return torch.cat([bias.view(call.out_blocks(out), -1)[block] for bias in biases])
 
 
+def pairs(A: Tensor, B: Tensor) -> Iterable[tuple[int, int]]:
+    """A block of one and a block of the other."""
+    return itertools.product(range(A.shape[0]), range(B.shape[0]))
+
+
 def tiles(W: Tensor, n_blocks: int, k_blocks: int) -> Tensor:
     """W [n, k] -> [n_blocks, k_blocks, n/n_blocks, k/k_blocks], without a copy."""
     n, k = W.shape
@@ -269,26 +281,23 @@ def tiles(W: Tensor, n_blocks: int, k_blocks: int) -> Tensor:
 
 def multiply(X: Tensor, W: Tensor, Y: Tensor) -> None:
     """Y[j] = Σ_i X[i] W[j,i]ᵀ"""
-    W_ji = tiles(W, len(Y), len(X))
-    for j, Y_j in enumerate(Y):
-        for i, X_i in enumerate(X):
-            mm(X_i, W_ji[j, i].T, Y_j, add=i > 0)
+    W_ji = tiles(W, Y.shape[0], X.shape[0])
+    for j, i in pairs(Y, X):
+        mm(X[i], W_ji[j, i].T, Y[j], add=i > 0)
 
 
 def multiply_transposed(dY: Tensor, W: Tensor, dX: Tensor, add: bool) -> None:
     """dX[i] (+)= Σ_j dY[j] W[j,i]"""
-    W_ji = tiles(W, len(dY), len(dX))
-    for i, dX_i in enumerate(dX):
-        for j, dY_j in enumerate(dY):
-            mm(dY_j, W_ji[j, i], dX_i, add=add or j > 0)
+    W_ji = tiles(W, dY.shape[0], dX.shape[0])
+    for j, i in pairs(dY, dX):
+        mm(dY[j], W_ji[j, i], dX[i], add=add or j > 0)
 
 
 def weight_gradient(dY: Tensor, X: Tensor, dW: Tensor, add: bool) -> None:
     """dW[j,i] (+)= dY[j]ᵀ X[i]"""
-    dW_ji = tiles(dW, len(dY), len(X))
-    for j, dY_j in enumerate(dY):
-        for i, X_i in enumerate(X):
-            mm(dY_j.T, X_i, dW_ji[j, i], add)
+    dW_ji = tiles(dW, dY.shape[0], X.shape[0])
+    for j, i in pairs(dY, X):
+        mm(dY[j].T, X[i], dW_ji[j, i], add)
 
 
 def mm(A: Tensor, B: Tensor, out: Tensor, add: bool) -> None:

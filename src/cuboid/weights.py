@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.comm import all_gather, all_reduce, reduce_scatter
@@ -66,13 +67,20 @@ class Bucket:
         self._shapes = shapes
         # in flight every rank's part is as long as the longest: ceil(rows/x) rows of each parameter cut by x
         self._rows = [ceil_div(shape[0], mesh.x.size) for shape in shapes]
-        lengths = [
-            rows * torch.Size(shape[1:]).numel() if "x" in spec.cut_by else 0
-            for rows, shape, spec in zip(self._rows, shapes, self.specs, strict=True)
-        ]
-        self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-        self._gathers = mesh.x.size > 1 and self._starts[-1] > 0
-        self._even = all(shape[0] % mesh.x.size == 0 for shape in shapes)
+        # they travel matrices first, so that those of one product are neighbours, and their biases are
+        cut = [i for i, spec in enumerate(self.specs) if "x" in spec.cut_by]
+        self._cut = sorted(cut, key=lambda i: -len(shapes[i]))
+        self._lengths = [self._rows[i] * torch.Size(shapes[i][1:]).numel() for i in self._cut]
+        self._gathers = mesh.x.size > 1 and sum(self._lengths) > 0
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Have the shards lie one behind another as they travel."""
+        shards = [self.parameters[i] for i in self._cut]
+        if shards:
+            flat = torch.cat([shard.detach().view(-1) for shard in shards])
+            for shard, place in zip(shards, flat.split([shard.numel() for shard in shards]), strict=True):
+                shard.data = place.view(shard.shape)
 
     def index(self, parameter: nn.Parameter) -> int:
         return self._index[id(parameter)]
@@ -94,10 +102,12 @@ class Bucket:
 
     def whole(self) -> list[Tensor]:
         if self._whole is None:
-            parts = None
-            if self._flight is not None:
-                parts, self._flight = self._flight.wait().view(self.mesh.x.size, -1), None
-            self._whole = [self._unpack(i, parts) for i in range(len(self.parameters))]
+            self._whole = [parameter.detach() for parameter in self.parameters]
+            for i, weight in zip(self._cut, self._unpack(), strict=True):
+                rows, *rest = self._shapes[i]
+                self._whole[i] = weight.view(self._rows[i] * self.mesh.x.size, *rest)[:rows]
+            if self.dtype is not None:
+                self._whole = [weight.to(self.dtype) for weight in self._whole]
         return self._whole
 
     def again(self, parameter: nn.Parameter) -> Tensor:
@@ -120,54 +130,60 @@ class Bucket:
         self._in_flight.clear()
 
     def _pack(self) -> Tensor:
-        like = self.parameters[0]
-        flat = like.new_empty(self._starts[-1], dtype=self.dtype or like.dtype)
-        if not self._even:
-            flat.zero_()
-        for i, parameter in enumerate(self.parameters):
-            if "x" in self.specs[i].cut_by:
-                flat[self._starts[i] :][: parameter.numel()].copy_(parameter.detach().view(-1))
-        return flat
+        """The shards as they travel: where they lie, unless some are short or products are of another dtype."""
+        shards = [self.parameters[i].detach().view(-1) for i in self._cut]
+        parts = [
+            F.pad(shard, (0, n - len(shard))) if len(shard) < n else shard
+            for shard, n in zip(shards, self._lengths, strict=True)
+        ]
+        return joined(parts).to(self.dtype or parts[0].dtype)
 
-    def _unpack(self, i: int, parts: Tensor | None) -> Tensor:
-        if parts is None or "x" not in self.specs[i].cut_by:
-            return self.parameters[i].detach().to(self.dtype or self.parameters[i].dtype)
-        shape = self._shapes[i]
-        mine = parts[:, self._starts[i] : self._starts[i + 1]]
-        return mine.reshape(-1, *shape[1:])[: shape[0]]
+    def _unpack(self) -> Sequence[Tensor]:
+        """Every rank's parts of each, one weight behind another."""
+        if not self._cut:
+            return ()
+        if self._flight is None:
+            return self._pack().split_with_sizes(self._lengths)
+        flat, self._flight = self._flight.wait(), None
+        x, lengths = self.mesh.x.size, self._lengths
+        weights = torch.empty_like(flat).split_with_sizes([x * length for length in lengths])
+        for weight, parts in zip(weights, flat.view(x, -1).split_with_sizes(lengths, 1), strict=True):
+            weight.view(parts.shape).copy_(parts)
+        return weights
 
     # Gradients: whole -> shards
 
-    def gradient(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        """Where the whole weight's gradient is added up, and whether there is anything yet to add to. So the parts of
-        a batch need no tensor each."""
-        i = self.index(parameter)
-        found = i in self._sums
+    def gradient(self, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, bool]:
+        """Where the gradients of whole weights are added up, the rows of one below those of another, and whether there
+        is anything yet to add to. So the parts of a batch need no tensor each."""
+        at = [self.index(parameter) for parameter in parameters]
+        found = at[0] in self._sums
         if not found:
-            self._sums[i] = parameter.new_empty(self._shapes[i], dtype=self.dtype or parameter.dtype)
-        return self._sums[i], found
+            like, (_, *rest) = parameters[0], self._shapes[at[0]]
+            rows = [self._shapes[i][0] for i in at]
+            joint = like.new_empty((sum(rows), *rest), dtype=self.dtype or like.dtype)
+            self._sums.update(zip(at, joint.split_with_sizes(rows), strict=True))
+        return joined([self._sums[i] for i in at]), found
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> None:
         """Launch the sum over x of the whole weights' gradients, given or added up."""
         x = self.mesh.x
         self.uses -= 1
-        gradients = [self._sums.pop(i, gradient) for i, gradient in enumerate(gradients)]
-        if all(gradient is None for gradient in gradients):
+        mine: Gradients = [self._sums.pop(i, gradient) for i, gradient in enumerate(gradients)]
+        if all(gradient is None for gradient in mine):
             return
         if not self._gathers:
-            self._reducing.append(lambda: list(gradients))
+            self._reducing.append(lambda: mine)
             self.land()
             return
         like = self.parameters[0]
-        flat = like.new_empty((x.size, self._starts[-1]), dtype=self.dtype or like.dtype)
-        if not self._even or any(gradient is None for gradient in gradients):
-            flat.zero_()
-        for i, gradient in enumerate(gradients):
-            if gradient is not None and "x" in self.specs[i].cut_by:
-                flat[:, self._starts[i] : self._starts[i + 1]] = self._parts(i, gradient)
-        uncut = [None if "x" in s.cut_by else g for s, g in zip(self.specs, gradients, strict=True)]
+        flat = like.new_empty((x.size, sum(self._lengths)), dtype=self.dtype or like.dtype)
+        for i, place in zip(self._cut, flat.split_with_sizes(self._lengths, 1), strict=True):
+            gradient, mine[i] = mine[i], None
+            place.zero_() if gradient is None else place.copy_(self._parts(i, gradient))
+        del gradient
         flight = reduce_scatter(flat.view(-1), x, dtype=like.dtype)
-        self._reducing += [lambda: uncut, lambda: self._split(flight.wait())]
+        self._reducing += [lambda: mine, lambda: self._split(flight.wait())]
         self._in_flight.append(self)
         if len(self._in_flight) > MOST_IN_FLIGHT:
             self._in_flight.popleft().land()
@@ -234,10 +250,24 @@ class Bucket:
         return total
 
     def _split(self, flat: Tensor) -> Gradients:
-        return [
-            flat[start : start + p.numel()].view(p.shape) if "x" in spec.cut_by else None
-            for start, p, spec in zip(self._starts, self.parameters, self.specs, strict=False)
-        ]
+        found: Gradients = [None] * len(self.parameters)
+        for i, part in zip(self._cut, flat.split_with_sizes(self._lengths), strict=True):
+            p = self.parameters[i]
+            found[i] = part[: p.numel()].view(p.shape)
+        return found
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Along dim 0: a view where they lie one behind another, else a copy."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    storage, end = first.untyped_storage()._cdata, first.storage_offset()
+    for each in tensors:
+        if each.untyped_storage()._cdata != storage or each.storage_offset() != end or not each.is_contiguous():
+            return torch.cat(list(tensors))
+        end += each.numel()
+    return first.as_strided((sum(each.shape[0] for each in tensors), *first.shape[1:]), first.stride())
 
 
 class Weights:

@@ -78,12 +78,13 @@ class _Held:
         self.sent = holds | (s.x == 2)
         self.way = self.sent + self.received(s.x)
         one = added(w.shard for w in s.block_weights) * self.e
-        sent = np.maximum(one, self.copies("x", one)) * holds
+        filled = np.logical_or.reduce([w.shard * s.x != w.n * w.k for w in s.block_weights])
+        sent = np.maximum(one * (self.low | filled), self.copies("x", one)) * holds  # else as the shards lie
         self.coming = self.apart * (self.whole + sent)  # a layer's weights on their way
         self.head_saved = self.m // s.y * s.d * self.e + s.head_weight.shard * STORED
         self.layer = (saved - self.head_saved) // max(work.config.layers, 1)
         self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
-        self.gathered = self.unpacked() * self.moved
+        self.gathered = added(map(self.padded, s.block_weights)) * self.moved  # copies out of what has arrived
         self.kept = self.gathered * (choice.policy.weights == "retain")  # of each layer
         tables = s.tables[1:] if self.c.tied else s.tables  # a tied one goes with the head
         self.kept_tables = sum(map(self.padded, tables)) * (self.kept > 0)
@@ -91,13 +92,6 @@ class _Held:
     def padded(self, w: Weight) -> Array:
         """A weight gathered over x, or its gradient packed: every part as long as the longest."""
         return w.shard * self.s.x * self.e
-
-    def unpacked(self) -> Array:
-        """A layer's whole weights: copies out of what was gathered, but a weight of one row a rank is a view that
-        holds all of it."""
-        every = added(map(self.padded, self.s.block_weights))
-        views = added(self.padded(w) * (self.apart & (w.shard == w.k)) for w in self.s.block_weights)
-        return every - views + every * (views > 0)
 
     def copies(self, axis: str, part: Array) -> Array:
         """What gloo sends of a small part that is gathered: a copy for each rank."""
@@ -213,13 +207,14 @@ class _Held:
     def between(self, j: int) -> Moment:
         gradients, activations = self.remaining(j)
         # where x is 1: widened, and sent on to the replicas (of several micro-batches when earlier gradients are gone)
-        alone = (self.low + 2 * (self.s.data > 1) * (self.micro_batches == 1)) * self.shard
-        packed = np.where(self.apart, (1 + self.received(self.s.x)) * self.whole, alone)
+        alone = self.whole + (self.low + 2 * (self.s.data > 1) * (self.micro_batches == 1)) * self.shard
+        flying = (1 + self.received(self.s.x)) * self.whole
         if j > MOST_IN_FLIGHT:  # the first of those on their way lands: what it sent goes, unless part of the sum
             gone = self.sent * (self.s.x > 2) * self.whole
-            packed = packed + np.maximum(self.summed(self.s.x, self.whole) - gone, 0)
+            flying = flying + np.maximum(self.summed(self.s.x, self.whole) - gone, 0)
+        layer = np.where(self.apart, np.maximum(2 * self.whole, flying), alone)  # packed, or packed and on its way
         rest = 2 * self.m // self.s.y * self.s.d * self.e
-        return gradients, activations - self.layer, self.weights(j) + self.whole + packed + rest
+        return gradients, activations - self.layer, self.weights(j) + layer + rest
 
     def gradients(self) -> Array:
         return self.s.parameters * STORED

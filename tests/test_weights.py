@@ -1,0 +1,50 @@
+"""Where shards lie: as they travel, and what happens if somebody moves them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cuboid import Cuboid, CuboidParallel, Mesh, ModelConfig, Pool, Transformer, World
+from cuboid.weights import joined
+
+MODEL = ModelConfig("llama", layers=2, hidden=24, heads=4, ffn=48, vocab=16, context=8)
+
+
+def test_neighbours_are_joined_without_a_copy() -> None:
+    whole = torch.arange(12.0).view(6, 2)
+    first, second = whole[:2], whole[2:5]
+    assert joined([first, second]).equal(whole[:5])
+    assert joined([first, second]).data_ptr() == whole.data_ptr()
+    for apart in ([second, first], [first, whole[3:5]], [first, second.clone()], [whole[:2, :1], whole[2:5, :1]]):
+        copy = joined(apart)
+        assert copy.equal(torch.cat(apart))
+        assert copy.data_ptr() not in (whole.data_ptr(), apart[0].data_ptr())
+
+
+def moved(world: World, shape: Cuboid) -> tuple[bool, list[bool]]:
+    """Whether the shards of a block lie as they travel, and whether a step whose shards were moved one by one has the
+    same loss and the same gradients, bit for bit."""
+    mesh = Mesh(shape, world.rank)
+    tokens = torch.arange(64).view(8, 8) % MODEL.vocab
+    models = [Transformer(CuboidParallel(MODEL, mesh), seed=1) for _ in range(2)]
+    block = [parameter for parameter in models[0].blocks[0].parameters() if parameter.dim() == 2]
+    lying = len({parameter.untyped_storage().data_ptr() for parameter in block}) == 1
+    for parameter in models[1].parameters():
+        parameter.data = parameter.data.clone()
+    losses = []
+    for model in models:
+        place = model.parallel.place(8, 8)
+        losses.append(model(place.take(tokens, 0), place.take(tokens, -100), place))
+        losses[-1].backward()
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    same = [torch.equal(one.grad, other.grad) for one, other in pairs if one.grad is not None]
+    mesh.close()
+    return lying, [bool(losses[0] == losses[1]), len(same) > 0, *same]
+
+
+@pytest.mark.parametrize("shape", [Cuboid(2, 2, 1), Cuboid(1, 2, 2), Cuboid(3, 2, 1)], ids=str)
+def test_moved_shards_are_found(shape: Cuboid, pool: Callable[[int], Pool]) -> None:
+    for lying, same in pool(shape.ranks).run(moved, shape):
+        assert lying
+        assert all(same)
