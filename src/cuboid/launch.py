@@ -29,6 +29,10 @@ from cuboid.watch import RankError as RankError
 from cuboid.watch import Watch
 
 TIMEOUT = 600.0  # seconds, of a collective
+SIGILL_HINT = (
+    "; the processor refused an instruction: where a virtual machine shows AMX but does not have it, products in bf16 "
+    "work with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 in the environment"
+)
 
 
 @dataclass(frozen=True)
@@ -267,7 +271,7 @@ class Pool:
             raise RankError(f"rank {rank} failed\n{trace}") from error
         code = self._ranks[rank].exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise RankDied(f"rank {rank} {how}")
+        raise RankDied(f"rank {rank} {how}" + SIGILL_HINT * (code == -signal.SIGILL))
 
     def close(self, kill: bool = False) -> None:
         for pipe in self._pipes:
