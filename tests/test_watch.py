@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -250,11 +251,14 @@ def unsupervised(rank: int, port: int, config: TrainConfig) -> None:
 
 
 def test_a_dead_rank_is_named_by_those_who_lose_it(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    fork, config = get_context("fork"), tiny(text, *on("2,1,2"))
-    ranks = [fork.Process(target=unsupervised, args=(rank, store.port, config), daemon=True) for rank in range(4)]
+    door, fork, config = socket.create_server(("127.0.0.1", 0)), get_context("fork"), tiny(text, *on("2,1,2"))
+    port = door.getsockname()[1]
+    ranks = [fork.Process(target=unsupervised, args=(rank, port, config), daemon=True) for rank in range(4)]
     for each in ranks:
         each.start()
+    # Not before: its thread looks up the name of who comes, and a rank forked meanwhile inherits the C library's lock
+    # of that as held, and waits for ever when it looks one up itself.
+    _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
     for each in ranks:
         each.join(2 * SOON)
     assert [each.exitcode for each in ranks] == [1, -signal.SIGKILL, 1, 1]
