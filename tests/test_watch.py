@@ -27,7 +27,7 @@ from cuboid.launch import Pool, World, launch
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer
-from cuboid.watch import Mismatched, RankError, Stalled, watched
+from cuboid.watch import ALARM, Alarm, Mismatched, RankError, Stalled, Watch, watched
 
 LIMIT = 5.0  # seconds, where a rank stalls
 SOON = 60.0  # seconds in which it is all over, with room for a busy machine
@@ -265,6 +265,28 @@ def test_a_dead_rank_is_named_by_those_who_lose_it(text: Path, capfd: pytest.Cap
     said = capfd.readouterr().err
     assert said.count("error: step 3: rank 1 did not arrive and did not answer: stopped, dead or cut off") == 3, said
     assert re.search(r"rank \d heard: .*[Cc]onnection", said)
+
+
+def keep(door: socket.socket) -> None:
+    """A store behind that door."""
+    port, listen = door.getsockname()[1], door.detach()
+    _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listen)
+    time.sleep(SOON)
+
+
+def test_who_answers_an_alarm_does_not_wait_for_a_store_that_is_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        keeper, port = get_context("fork").Process(target=keep, args=(door,), daemon=True), door.getsockname()[1]
+        keeper.start()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    with Watch(1, 3, store, SOON) as watch:
+        store.set(ALARM, json.dumps(asdict(Alarm(2, why="a connection is lost"))))
+        store.get("watch/1")  # it has answered, and waits for the verdict
+        keeper.kill()
+        keeper.join()
+        watch._judged.wait(LIMIT)
+        with pytest.raises(Stalled, match="rank 0, which keeps the run's store, did not answer"):
+            watch.look(None)
 
 
 # under torchrun

@@ -138,7 +138,8 @@ class Watch:
 
     def _end(self) -> None:
         """The main thread has a moment to raise the verdict itself."""
-        self._judged.wait(4 * self.grace + MOMENT)
+        if not self._judged.wait(4 * self.grace + MOMENT):
+            self._blame_keeper()
         if not self._closed.wait(self.grace + MOMENT):
             print(f"error: {self._verdict}", file=sys.stderr, flush=True)
             os._exit(EXIT_CODE)
@@ -176,7 +177,7 @@ class Watch:
         store = self._store
         mine = json.dumps(asdict(self._alarm)) if self._alarm else ""
         first = Alarm(**json.loads(store.compare_set(ALARM, "", mine) if mine else store.get(ALARM)))
-        self._alarm = first
+        self.alarm(first)
         self._sent.set()
         if first.failure:
             time.sleep(0 if first.rank == self.rank else MOMENT)
