@@ -63,7 +63,7 @@ class Encoder(Model):
             with self.weights(opened, block) as W:
                 X = run(block(X, W, place))
         with self.weights(opened, self.embed) as W:  # the head is tied to the embedding
-            return run(self.parallel.head_loss(X, W, self.embed.weight, targets, Loss()))
+            return run(self.parallel.head_loss([self.parallel.to_head(X)], W, self.embed.weight, targets, Loss()))
 
 
 def masked(step: int) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from cuboid.ledger import Span
 from cuboid.mesh import Axis
 
 LEAST_ALONE = 1 << 19  # bytes: below them a message of its own costs more than a copy
+SMALL = 1 << 16  # bytes: up to them a message takes longer to wait for others than to be sent
 
 
 def _blocking(kind: str, axis: Axis) -> AbstractContextManager[None]:
@@ -59,8 +60,8 @@ def _gather(x: Tensor, whole: Tensor, axis: Axis) -> list[dist.Work]:
     """gloo's own all_gather is a ring of p-1 turns that copies everything once more at its end. Between hosts it keeps
     every link busy, and what it sends leaves a host once. Inside one, sent from each rank to each, the same bytes take
     half the CPU time: small ones as copies in one all-to-all, large ones as they are, a place further at a time."""
-    if axis.backend != "gloo" or (axis.size > 2 and axis.hosts > 1):
-        return [dist.all_gather_single(whole, x, group=axis.group, async_op=True)]
+    if axis.backend != "gloo" or (axis.size > 2 and axis.hosts > 1) or _aside(whole, axis):
+        return [dist.all_gather_single(whole, x, group=_way(whole, axis), async_op=True)]
     x, parts = x.view(1, -1), whole.view(axis.size, x.numel())
     if axis.size == 2:
         works = _swap(x[axis.index :], parts[: axis.index], x[: axis.index], parts[axis.index + 1 :], axis)
@@ -70,6 +71,15 @@ def _gather(x: Tensor, whole: Tensor, axis: Axis) -> list[dist.Work]:
         works = [_shift(x[0], parts[axis.index - by], axis, by) for by in range(1, axis.size)]
     parts[axis.index] = x[0]
     return works
+
+
+def _aside(x: Tensor, axis: Axis) -> bool:
+    return axis.aside is not None and x.nbytes <= SMALL
+
+
+def _way(x: Tensor, axis: Axis) -> dist.ProcessGroup | None:
+    """gloo's connection of two ranks carries one message after another, so small ones have one of their own."""
+    return axis.aside if _aside(x, axis) else axis.group
 
 
 def _swap(up: Tensor, below: Tensor, down: Tensor, above: Tensor, axis: Axis) -> list[dist.Work]:
@@ -150,7 +160,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Flight:
         return landed(x)
     total = x.clone(memory_format=torch.contiguous_format)
     span = _launched("all_reduce", total, axis, times=2)
-    work = dist.all_reduce(total, group=axis.group, async_op=True)
+    work = dist.all_reduce(total, group=_way(total, axis), async_op=True)
     return Flight([work], lambda: total, span, axis)
 
 

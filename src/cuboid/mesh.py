@@ -115,6 +115,7 @@ class Axis:
     journal: Journal | None = field(default=None, compare=False)  # what was launched, for the watch
     hosts: int = 1  # that this rank's group is spread over
     back: dist.ProcessGroup | None = None  # a second group, for what goes from higher ranks to lower
+    aside: dist.ProcessGroup | None = None  # a third, for small messages, which would wait behind large ones
     mates: int = 1  # ranks of the group on each host, for broadcasts and sums that go by hosts
     backend: str = ""  # the group's
 
@@ -156,12 +157,12 @@ class Mesh:
         self._groups: list[dist.ProcessGroup] = []
         self._device_meshes: dict[str, DeviceMesh] = {}
         for name, size in cuboid.sizes.items():
-            group = back = None
+            group = back = aside = None
             if size > 1 and groups is not None:
                 group = groups[name]
             elif size > 1:
-                group, back = self._pair(name, size)
-            setattr(self, name, self._axis(name, size, self.coordinates[name], group, back))
+                group, back, aside = self._ways(name, size)
+            setattr(self, name, self._axis(name, size, self.coordinates[name], group, back, aside))
         self.world = self._axis("world", world, rank, dist.group.WORLD if world > 1 else None)
         self._parts_of_x: dict[int, Axis] = {}
 
@@ -196,6 +197,7 @@ class Mesh:
         index: int,
         group: dist.ProcessGroup | None,
         back: dist.ProcessGroup | None = None,
+        aside: dist.ProcessGroup | None = None,
     ) -> Axis:
         journal = self.watch.journal(name, group) if self.watch is not None and group is not None else None
         ranks = dist.get_process_group_ranks(group) if group is not None else [0]
@@ -203,15 +205,19 @@ class Mesh:
         by_host = self._by_host and len(set(hosts.values())) == 1 and back is not None
         mates = size // len(hosts) if by_host else 1
         backend = dist.get_backend(group) if group is not None else ""
-        return Axis(name, size, index, group, self.ledger, self.overlap, journal, len(hosts), back, mates, backend)
+        books = self.ledger, self.overlap, journal
+        return Axis(name, size, index, group, *books, len(hosts), back, aside, mates, backend)
 
-    def _pair(self, axis: str, size: int, parts: int = 1) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-        """This rank's of the groups along an axis, or along each of its `parts`, and a second one for the way back
-        where gloo goes between hosts. None are made for axes of size 1: a group keeps threads awake, used or not."""
+    def _ways(self, axis: str, size: int, parts: int = 1) -> tuple[dist.ProcessGroup | None, ...]:
+        """This rank's of the groups along an axis, or along each of its `parts`; where gloo goes between hosts also one
+        for the way back, and on z, over which norms send a few numbers a row, one for small messages. None are made
+        for axes of size 1: a group keeps threads awake, used or not."""
         others = tuple(name for name in self.NESTING if name != axis)
         lines = self.cuboid.array((*others, axis)).reshape(-1, size // parts)
         group, far = self._group(lines), bool(np.ptp(lines // self._per_host, axis=1).any())
-        return group, self._group(lines) if far and dist.get_backend(group) == "gloo" else None
+        if not far or dist.get_backend(group) != "gloo":
+            return group, None, None
+        return group, self._group(lines), self._group(lines) if axis == "z" else None
 
     def _group(self, lines: NDArray[np.int64]) -> dist.ProcessGroup:
         group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=self._timeout())
@@ -248,7 +254,7 @@ class Mesh:
         if size == self.x.size:
             return self.x
         if size not in self._parts_of_x:
-            group, back = self._pair("x", self.x.size, self.x.size // size) if size > 1 else (None, None)
+            group, back, _ = self._ways("x", self.x.size, self.x.size // size) if size > 1 else (None, None, None)
             self._parts_of_x[size] = self._axis("x", size, self.x.index % size, group, back)
         return self._parts_of_x[size]
 

@@ -14,8 +14,9 @@ AG_m and RS_m of the weights are the bucket's (weights.py); the rest is here, as
 
     node       forward                            backward
     launch     launch AG_n(X)                     wait for dX
-    multiply   wait, multiply, launch RS_k(Y)     wait for dY; (2), launch RS_n(dX); wait for X; (3)
-    finish     wait for Y, add the bias           launch AG_k(dY), and AG_n(X) unless it was kept
+    multiply   wait, multiply, launch RS_k(Y)     wait for dY; (2), launch RS_n(dX), and AG_n(X) of the product before
+                                                  this one, which is next in backward; wait for X; (3)
+    finish     wait for Y, add the bias           launch AG_k(dY), and AG_n(X) unless it was kept or is on its way
 
 X may be cut over n by tokens or by heads, Y over k likewise. Cut by heads, the gathered tensor is a stack of blocks,
 one per rank, and the product is written block by block, so that neither gather nor scatter needs a copy.
@@ -63,6 +64,8 @@ class Product:
     heads: bool = False  # X is cut by heads over n; else by tokens
     retain: bool = False  # keep AG_n(X) for backward instead of gathering again
     chunks: int = 1
+    before: "Product | None" = None  # of the same pass: backward comes to it next
+    again: bool = False  # X has been gathered for backward
     b: int = 0
     X_s: Tensor | None = None
     bias: list[Tensor | None] = field(default_factory=list)
@@ -94,6 +97,14 @@ class Product:
     def groups(self, out: Out) -> Sequence[Sequence[Linear]]:
         """Those multiplied as one matrix: all of an out, unless each of its blocks has some rows of every weight."""
         return [out.linears] if self.out_blocks(out) == 1 else [[linear] for linear in out.linears]
+
+    def gather_X(self, X_s: Tensor) -> None:
+        self.X = [all_gather(chunk, self.n) for chunk in self.cut_X(X_s)]
+
+    def gather_again(self, X_s: Tensor) -> None:
+        if not self.again:
+            self.again = True
+            self.gather_X(X_s)
 
     def cut_X(self, X_s: Tensor) -> Iterable[Tensor]:
         return cut(X_s, self.chunks, self.k.size if self.heads else 1)
@@ -132,10 +143,12 @@ def join(chunks: Sequence[Tensor], parts: int) -> Tensor:
 
 def product(X_s: Tensor, W: Weights, call: Product) -> Steps:
     """X_s [s, b, k] -> one tensor [s, b, n] for each of `call.outs`."""
+    call.before, X_before = W.trail.last or (None, None)
+    W.trail.last = call, X_s
     gathering, scattering = call.pauses(X_s)
     launched = _Launch.apply(X_s, call)
     yield gathering
-    multiplied = _Multiply.apply(launched, call, *(W[parameter] for parameter in call.parameters))
+    multiplied = _Multiply.apply(launched, call, X_before, *(W[parameter] for parameter in call.parameters))
     yield scattering
     return _Finish.apply(multiplied, call)
 
@@ -144,8 +157,8 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, X_s: Tensor, call: Product) -> Tensor:
         ctx.call = call
-        call.X, call.X_s = [all_gather(chunk, call.n) for chunk in call.cut_X(X_s)], X_s
-        call.b = X_s.shape[1]
+        call.gather_X(X_s)
+        call.b, call.X_s = X_s.shape[1], X_s
         return token(X_s)
 
     @staticmethod
@@ -158,23 +171,23 @@ class _Launch(torch.autograd.Function):
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, launched: Tensor, call: Product, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, launched: Tensor, call: Product, X_before: Tensor | None, *parameters: Tensor) -> Tensor:
         ctx.call = call
         values = dict(zip(map(id, call.parameters), parameters, strict=True))
-        kept = []
+        kept: list[Tensor] = []
         while call.X:
             X = call.X.pop(0).wait()
             call.Y.append([reduce_scatter(Y_mn, call.k) for Y_mn in outputs(X, call, values)])  # (1)
             if call.retain:
                 kept.append(X)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*kept if call.retain else [X_before])
         call.bias = [bias_of(out, call, values) for out in call.outs]
         return token(launched)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         call: Product = ctx.call
-        Xs, call.X = call.X or [landed(X) for X in ctx.saved_tensors], []
+        Xs, call.X = [landed(X) for X in ctx.saved_tensors] if call.retain else call.X, []
         groups = [group for out in call.outs for group in call.groups(out)]
         Ws = [joined([call.bucket.again(linear.weight) for linear in group]) for group in groups]
         dYs = []
@@ -187,6 +200,8 @@ class _Multiply(torch.autograd.Function):
             dYs.append(dY)
             del dX_mk
         call.dY = []
+        if call.before is not None and not call.retain:
+            call.before.gather_again(*ctx.saved_tensors)
         for flight, dY in zip(Xs, dYs, strict=True):
             X_mk = stack(flight.wait(), call.blocks)
             for dY_n, group in zip(dY, groups, strict=True):
@@ -194,7 +209,7 @@ class _Multiply(torch.autograd.Function):
                 if biases := [linear.bias for linear in group if linear.bias is not None]:
                     db, add = call.bucket.gradient(biases)  # dY is whole over k, so db needs no sum over k
                     db.add_(dY_n.sum(1).view(-1)) if add else torch.sum(dY_n, 1, out=db.view(dY_n.shape[0], -1))
-        return token(Ws[0]), None, *[None] * len(call.parameters)
+        return token(Ws[0]), None, None, *[None] * len(call.parameters)
 
 
 class _Finish(torch.autograd.Function):
@@ -215,7 +230,8 @@ class _Finish(torch.autograd.Function):
         call: Product = ctx.call
         parts = [call.cut_Y(dY, out) for dY, out in zip(dYs, call.outs, strict=True)]
         call.dY = [[all_gather(dY, call.k) for dY in chunk] for chunk in zip(*parts, strict=True)]
-        call.X = [all_gather(X, call.n) for X_s in ctx.saved_tensors for X in call.cut_X(X_s)]
+        if not call.retain:
+            call.gather_again(*ctx.saved_tensors)
         call.bucket.launch_backward()
         return token(dYs[0]), None
 

@@ -40,8 +40,6 @@ class Schedule:
 
 OFF, PREFETCH = Schedule(prefetch=False), Schedule()
 
-#: A step's communication is twice its forward's, its work three times.
-STEP_PER_FORWARD = 3 / 2
 #: How many pauses a part may be ahead of another: less than a block has, so that two blocks' weights are enough.
 MOST_AHEAD = 8
 
@@ -59,7 +57,7 @@ def in_step(parts: Sequence[Steps]) -> list[Any]:
     return.
 
     Whose turn it is follows from a clock that counts FLOPs, on which a link takes as long over all that is sent as the
-    step's work takes. Of the parts whose collective has landed by then, one that will only launch its next goes
+    work takes. Of the parts whose collective has landed by then, one that will only launch its next goes
     before one that computes, and the one ahead before the others; so they spread out, and links and cores are both
     kept busy. Sizes are the same on all ranks, hence the order is, whatever the time.
 
@@ -94,5 +92,5 @@ def in_step(parts: Sequence[Steps]) -> list[Any]:
         work, sent = work + pause.work, sent + pause.sent
         part.ready, part.work, part.done = clock, pause.work, part.done + 1
         if pause.sent:
-            part.ready = link = max(link, clock) + pause.sent * STEP_PER_FORWARD * (work or sent) / sent
+            part.ready = link = max(link, clock) + pause.sent * (work or sent) / sent
     return results

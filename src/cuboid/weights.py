@@ -17,6 +17,7 @@ last takes them along.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -270,11 +271,22 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(each.shape[0] for each in tensors), *first.shape[1:]), first.stride())
 
 
-class Weights:
-    """The whole weights of one bucket as one pass through its layer sees them, differentiable. Not to be kept."""
+@dataclass
+class Trail:
+    """What one pass through the layers has left behind."""
 
-    def __init__(self, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
-        self.bucket, self._tensors = bucket, tensors
+    last: tuple[Any, Tensor] | None = None  # its last product, and the shard of its X
+
+
+class Weights:
+    """The whole weights of one bucket as passes through its layer see them, differentiable. Not to be kept."""
+
+    def __init__(self, bucket: Bucket, tensors: Sequence[Tensor], trail: Trail | None = None) -> None:
+        self.bucket, self._tensors, self.trail = bucket, tensors, trail or Trail()
+
+    def along(self, trail: Trail) -> "Weights":
+        """The same, for a pass of its own."""
+        return Weights(self.bucket, self._tensors, trail)
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
         return self._tensors[self.bucket.index(parameter)]

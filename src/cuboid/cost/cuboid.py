@@ -76,7 +76,6 @@ class _Step(Counter):
             self.block(kept=schedule.prefetch and i == config.layers - 1)
         self.weights(self.norm_weights(1), again=True)
         self.bucket(self.stored, self.last)
-        self.norm()
         self.head()
         if last:
             for axis, summed in (("x", 0), ("y", self.summed_over_y), ("z", 0)):
@@ -265,6 +264,16 @@ class _Step(Counter):
             self.cost.matrices += self.part(vocab, "x") * self.d * self.stored
             self.bucket(self.stored, self.last)
             self.gather("x", ceil_div(vocab, self.x) * self.x * self.d)
+        self.in_parts(self.end)
+        self.scatter("x", ceil_div(vocab, self.x) * self.x * self.d)  # dW
+        for axis in ("x", "z", "data"):
+            self.reduce(axis, 2, self.wide)  # loss and count
+        self.save(ceil_div(vocab, self.x) * self.d * self.stored + self.wide)  # dW and the count
+
+    def end(self) -> None:
+        """The last norm and the head."""
+        self.norm()
+        vocab = self.part(self.c.vocab, "y")
         row = self.b * ceil_div(self.c.vocab, self.y)
         chunk = chunk_rows(self.s, self.z, row, self.policy.head_elements)
         self.gather("y", self.m * self.d)  # X
@@ -274,9 +283,5 @@ class _Step(Counter):
             self.gather("y", 4 * rows // self.z * self.y, self.wide)  # the parts of each row's loss
             self.gather("z", rows * vocab)  # dlogits
         self.scatter("y", self.m * self.d)  # dX
-        self.scatter("x", ceil_div(vocab, self.x) * self.x * self.d)  # dW
-        for axis in ("x", "z", "data"):
-            self.reduce(axis, 2, self.wide)  # loss and count
         self.cost.flops += 3 * 2 * self.m * self.d * vocab
-        dW = ceil_div(vocab, self.x) * self.d * self.stored
-        self.save(self.m // self.y * self.d * self.e + dW + self.wide)  # dX, dW and the count
+        self.save(self.m // self.y * self.d * self.e)  # dX

@@ -139,5 +139,9 @@ class Parallel(Protocol):
     def logits(self, X: Tensor, W: Any, weight: nn.Parameter) -> Steps:
         """X times a table's rows, cut as `Place.logits` says."""
 
-    def head_loss(self, X: Tensor, W: Any, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
-        """The mean loss over all ranks' tokens, the same on every rank."""
+    def to_head(self, X: Tensor) -> Any:
+        """A part of the residual stream after the last norm, on its way to `head_loss`."""
+
+    def head_loss(self, parts: Sequence[Any], W: Any, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
+        """The mean loss over all ranks' tokens, the same on every rank, of what `to_head` gave for each part of the
+        batch."""

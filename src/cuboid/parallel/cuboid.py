@@ -28,7 +28,7 @@ from cuboid.comm import collective
 from cuboid.config import ModelConfig
 from cuboid.embedding import Lookup, lookup
 from cuboid.flight import Steps
-from cuboid.head import Head, chunk_rows, head_loss
+from cuboid.head import Head, Launched, chunk_rows, head_loss, to_head
 from cuboid.layout import Spec, ceil_div, cut, round_up
 from cuboid.loss import Loss
 from cuboid.mesh import Axis, Cuboid, Mesh
@@ -222,25 +222,34 @@ class CuboidParallel(Bucketed):
         (Y,) = yield from self._product(X, W, outs, k=self.mesh.z, n=self.mesh.y, whole=True)
         return Y
 
-    def head_loss(self, X: Tensor, W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
+    def to_head(self, X: Tensor) -> Launched:
+        return to_head(X, self.mesh.y)
+
+    def head_loss(
+        self, parts: Sequence[Launched], W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss
+    ) -> Steps:
         mesh, vocab, (s, b) = self.mesh, self.config.vocab, targets.shape
         start, _ = cut(vocab, mesh.y.size, mesh.y.index)
-        chunk = chunk_rows(s, mesh.z.size, b * ceil_div(vocab, mesh.y.size), self.policy.head_elements)
-        call = Head(W.bucket, weight, targets, start, vocab, loss, mesh, chunk, torch.is_grad_enabled())
-        value = yield from head_loss(X, W, call)
-        return value
+        row = b // len(parts) * ceil_div(vocab, mesh.y.size)
+        chunk = chunk_rows(s, mesh.z.size, row, self.policy.head_elements)
+        tokens, rows = zip(*parts, strict=True)
+        call = Head(W.bucket, weight, rows, targets, start, vocab, loss, mesh, chunk, torch.is_grad_enabled())
+        return head_loss(W, call, tokens)
+        yield
 
 
 def suitable_schedule(
     config: ModelConfig, cuboid: Cuboid, batch: int, seq: int, itemsize: int, apart: bool = True
 ) -> Schedule:
-    """Where activations move and are large enough for it to pay: four parts of a rank's batch, or two, or chunks. Where
+    """Where activations move and are large enough for it to pay: two parts of a rank's batch, four where they move over
+    z, which scatters and gathers the MLP's widest rows with next to nothing to compute between, or chunks. Where
     messages are made by the processors that compute (not `apart`) nothing can be hidden, and parts only cost."""
     samples = batch // cuboid.data // gcd(batch // cuboid.data, cuboid.x)
     most = batch * seq * config.hidden * itemsize // cuboid.ranks // LEAST_PART
     if cuboid.y * cuboid.z == 1 or most < 2 or not apart:
         return PREFETCH
-    parts = next((n for n in (4, 2) if n <= most and samples % n == 0), 1)
+    wanted = (4, 2) if cuboid.z > 1 else (2,)
+    parts = next((n for n in wanted if n <= most and samples % n == 0), 1)
     return Schedule(parts=parts) if parts > 1 else Schedule(chunks=min(4, most))
 
 

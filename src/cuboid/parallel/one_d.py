@@ -145,7 +145,10 @@ class OneD(Bucketed):
         (Y,) = yield from self.into(X, W, [Linear(weight, None)])
         return Y
 
-    def head_loss(self, X: Tensor, W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
+    def head_loss(
+        self, parts: Sequence[Tensor], W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss
+    ) -> Steps:
+        (X,) = parts
         (s, b), vocab = targets.shape, self.config.vocab
         chunk = chunk_rows(s, 1, b * ceil_div(vocab, self.mesh.y.size), self.head_elements)
         X = yield from collective(self._before, X, self.mesh.y)

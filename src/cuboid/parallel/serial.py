@@ -17,6 +17,7 @@ from cuboid.parallel import CAUSAL, Attend, Index, Place, Role
 from cuboid.product import Linear
 from cuboid.randomness import dropout
 from cuboid.schedule import OFF, Schedule
+from cuboid.weights import Trail
 
 
 class _Plain:
@@ -27,6 +28,9 @@ class _Plain:
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
         return parameter.to(self.dtype or parameter.dtype)
+
+    def along(self, trail: Trail) -> "_Plain":
+        return self
 
 
 class Serial:
@@ -103,7 +107,11 @@ class Serial:
         return F.linear(X, W[weight])
         yield
 
-    def head_loss(self, X: Tensor, W: _Plain, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
+    def to_head(self, X: Tensor) -> Tensor:
+        return X
+
+    def head_loss(self, parts: Sequence[Tensor], W: _Plain, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
+        (X,) = parts
         return _HeadLoss.apply(X, W[weight], targets, loss)
         yield
 

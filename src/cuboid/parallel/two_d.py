@@ -123,7 +123,10 @@ class TwoD(Bucketed):
         return summa.logits(X, W, self._head(W, weight))
         yield
 
-    def head_loss(self, X: Tensor, W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
+    def head_loss(
+        self, parts: Sequence[Tensor], W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss
+    ) -> Steps:
+        (X,) = parts
         return summa.head_loss(X, W, self._head(W, weight), targets, loss)
         yield
 

@@ -4,8 +4,9 @@ A block is a generator that yields between launching a collective and needing it
 reverse. Elementwise operations are counted as PyTorch runs them one by one: reads plus writes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from cuboid.model import Recompute
 from cuboid.parallel.cuboid import Policy
 from cuboid.plan.shared import SharedTape
 from cuboid.plan.sizes import Sizes, added
-from cuboid.plan.tape import Tape
+from cuboid.plan.tape import Flight, Tape
 from cuboid.plan.time import Array, Prices
 from cuboid.schedule import PREFETCH, Schedule
 
@@ -116,17 +117,29 @@ class Layer:
             t.stream("elementwise", 2 * bool(self.c.bias) * self.m * out.n // self.sizes.axes[k_axis] * self.e)
 
     def product_backward(
-        self, k: Array, outs: Sequence[Out], k_axis: str, n_axis: str, k_blocks: Array | int = 1
+        self,
+        k: Array,
+        outs: Sequence[Out],
+        k_axis: str,
+        n_axis: str,
+        k_blocks: Array | int = 1,
+        X: Flight | None = None,
+        before: Callable[[], tuple[Any, ...]] | None = None,
     ) -> Steps:
-        t = self.tape
+        """Its X may be on its way already; returns that of the product `before` it, which has begun to be."""
+        t, ahead = self.tape, None
         dYs = [t.launch(k_axis, "all_gather", self.m * out.n) for out in outs]
+        if X is None and not self.retain:
+            X = t.launch(n_axis, "all_gather", self.m * k)
         yield Pause()
-        X = None if self.retain else t.launch(n_axis, "all_gather", self.m * k)
         for dY in dYs:
             t.wait(dY)
         for out in outs:
             self.multiply(out, k, k_blocks, 2)
         dX = t.launch(n_axis, "reduce_scatter", self.m * k)
+        if before is not None and not self.retain:
+            k_before, _, _, n_before, *_ = before()
+            ahead = t.launch(n_before, "all_gather", self.m * k_before)
         if X is not None:
             t.wait(X)
         for out in outs:
@@ -134,6 +147,7 @@ class Layer:
             t.stream("elementwise", bool(self.c.bias) * self.m * out.n * self.e)
         yield Pause()
         t.wait(dX)
+        return ahead
 
     def qkv(self) -> tuple[Array, list[Out], str, str]:
         """All three travel together by heads, or keys and values apart by tokens where they have too few heads."""
@@ -176,18 +190,18 @@ class Layer:
 
     def block_backward(self) -> Steps:
         residual = self.rows() * self.sizes.d * self.e
-        yield from self.product_backward(*self.down())
+        X = yield from self.product_backward(*self.down(), before=self.up)
         self.nonlinear(NONLINEAR_BACKWARD)
-        yield from self.product_backward(*self.up())
+        X = yield from self.product_backward(*self.up(), X=X, before=self.out)
         yield from self.norm_backward()
         self.tape.stream("elementwise", 3 * residual)
-        yield from self.product_backward(*self.out())
+        X = yield from self.product_backward(*self.out(), X=X, before=self.qkv)
         if self.choice.recompute == "selective":
             saving, self.saving = self.saving, False
             run(self.attend())
             self.saving = saving
         yield from self.attend_backward()
-        yield from self.product_backward(*self.qkv())
+        yield from self.product_backward(*self.qkv(), X=X)
         yield from self.norm_backward()
         self.tape.stream("elementwise", 3 * residual)
 

@@ -4,7 +4,7 @@ At rest: parameters, AdamW's two moments, gradients once they are summed, activa
 moment: weights gathered, gradients on their way, operands gathered, the head's chunk. None of it grows with depth, and
 what does (saved activations fall, gradients rise) does so evenly, so the fullest moment is one of a few:
 
-    head     everything is saved; a chunk of logits, or the table's gradient on its way while the last chunk is there
+    head     everything is saved; a chunk of logits, or the table's gradient on its way
     scaled   the head's gradients as they were saved, and times dloss
     inside   of the last few layers' backward, or the first's: the MLP's operands and their gradients
     between  layers: gradients packed for the way over x, those of two layers more still on it
@@ -115,18 +115,19 @@ class _Held:
         return [self.head(), self.scaled(), *layers, self.lookup(), self.table(), self.tied()]
 
     def head(self) -> Moment:
-        s, X = self.s, self.m * self.s.d * self.e
+        s, X, parts = self.s, self.m * self.s.d * self.e, self.choice.schedule.parts
         last = self.gathered * (self.kept == 0) * self.choice.schedule.prefetch
         weights = self.kept * self.c.layers + last + self.kept_tables + self.padded(s.head_weight) * self.moved
-        held = weights + s.vocab * s.d * self.wide + 2 * X + (s.y > 1) * X // s.y  # dW, X and dX, X before its gather
-        chunk, left = self.chunk()
-        return self.none(), self.saved - self.head_saved, held + np.maximum(chunk, left + self.reduced(X))
+        held = weights + s.vocab * s.d * self.wide + X  # dW, and of each part X or dX
+        one = X // parts  # the last: both; the others' dX are on their way
+        inside = one + (parts - 1) * one * (s.y > 1) * self.received(s.y) + self.chunk()
+        return self.none(), self.saved - self.head_saved, held + np.maximum(inside, self.reduced(X))
 
-    def chunk(self) -> tuple[Array, Array]:
-        """At most, and what of a chunk is there until the next one's takes its place."""
-        s, e, low = self.s, self.e, self.low
-        length = s.chunk(self.choice.policy.head_elements)
-        again, rows = length < s.s, length * s.b
+    def chunk(self) -> Array:
+        """At most. Some of it is left until the next one's takes its place."""
+        s, e, low, parts = self.s, self.e, self.low, self.choice.schedule.parts
+        length = s.chunk(self.choice.policy.head_elements, parts)
+        again, rows = length < s.s, length * (s.b // parts)
         partial, logits = rows * s.vocab * e, rows // s.z * s.vocab * self.wide
         dlogits = partial * ((s.z > 1) | low)  # whole over z; else they are the logits' memory
         left = logits + dlogits + 4 * rows // s.z * s.y * self.wide  # and the parts of the loss
@@ -137,7 +138,7 @@ class _Held:
         one = partial // s.z
         gathered = left + np.maximum(low * (s.z > 1) * one, self.copies("z", one))  # dlogits, and what is sent of them
         products = left + low * s.vocab * s.d * e  # dW's, to be added
-        return np.maximum.reduce([again * left + scattered, exponentials, gathered, products]), left
+        return np.maximum.reduce([again * left + scattered, exponentials, gathered, products])
 
     def reduced(self, dX: Array) -> Array:
         """The head's dX on its way over y and dW on its way over x, launched or landing."""
@@ -183,7 +184,8 @@ class _Held:
         # dY whole over y, X whole over z again, dX and what of its scatter is received
         down = narrow * (s.y > 1) + spread * (1 + (s.z > 1) * (regathers + self.received(s.z))) + one
         down = down + regathers * self.copies("z", spread // s.z)
-        nonlinear = spread // s.z * (7 if c.gated else 2) + one - X_down
+        ahead = narrow * (s.y > 1) * regathers  # X of the product before, on its way
+        down, nonlinear = down + ahead, spread // s.z * (7 if c.gated else 2) + one - X_down + ahead
         up = ups * spread * (s.z > 1) + ups * spread // s.z + (1 + ups) * one - X_down - inner
         up = up + narrow * (1 + (s.y > 1) * (regathers + self.received(s.y)))
         up = up + regathers * self.copies("y", narrow // s.y)
@@ -214,6 +216,8 @@ class _Held:
             flying = flying + np.maximum(self.summed(self.s.x, self.whole) - gone, 0)
         layer = np.where(self.apart, np.maximum(2 * self.whole, flying), alone)  # packed, or packed and on its way
         rest = 2 * self.m // self.s.y * self.s.d * self.e
+        if j < self.c.layers and self.choice.policy.activations != "retain" and self.choice.recompute != "full":
+            rest = rest + self.m * self.s.f * self.e * (self.s.z > 1)  # X of the layer before's last product
         return gradients, activations - self.layer, self.weights(j) + layer + rest
 
     def gradients(self) -> Array:

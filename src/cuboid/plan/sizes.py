@@ -56,7 +56,7 @@ class Sizes:
         self.heads = c.heads // (self.y * self.z)
         self.picked = np.array([_picked(c, each) for each in cuboids], dtype=np.int64)
         self.groups = groups(cuboids, self.context, node)
-        self._chunks: dict[int, Array] = {}
+        self._chunks: dict[tuple[int, int], Array] = {}
 
     @cached_property
     def m(self) -> Array:
@@ -95,18 +95,18 @@ class Sizes:
     def head_weight(self) -> Weight:
         return self.weight(self.c.vocab, self.c.hidden, "y", "z")
 
-    def chunk(self, limit: int) -> Array:
-        """Rows of the sequence that the head takes at a time."""
-        if limit in self._chunks:
-            return self._chunks[limit]
-        rows = self.b * ceil_div(self.c.vocab, self.y)
+    def chunk(self, limit: int, parts: int) -> Array:
+        """Rows of the sequence that the head takes at a time, of each of the batch's parts."""
+        if (limit, parts) in self._chunks:
+            return self._chunks[limit, parts]
+        rows = np.maximum(self.b // parts, 1) * ceil_div(self.c.vocab, self.y)
         known: dict[tuple[int, int, int], int] = {}
         found = np.empty_like(self.s)
         for i, key in enumerate(zip(self.s.tolist(), self.z.tolist(), rows.tolist(), strict=True)):
             if key not in known:
                 known[key] = chunk_rows(*key, limit)
             found[i] = known[key]
-        self._chunks[limit] = found
+        self._chunks[limit, parts] = found
         return found
 
     @cached_property

@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from cuboid.flight import Pause, Steps, run
+from cuboid.flight import Pause, Steps
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Layer, Work
 from cuboid.plan.sizes import Sizes, Weight, added
@@ -55,6 +55,7 @@ class _Step(Layer):
         self.parts = choice.schedule.parts
         self._in_flight: deque[tuple[Flight, Array]] = deque()  # sums over x, and the elements of a rank's shards
         self._replicas: deque[Flight] = deque()  # sums over data
+        self._rows: deque[Flight] = deque()  # the head's X, then its dX, of each part
         self._gathers: dict[int, Flight] = {}  # of layers, on their way; the final norm is the last
         self._buckets = [sizes.block_weights] * layers + [sizes.norm_weights(1)]
         self.forward()
@@ -81,7 +82,7 @@ class _Step(Layer):
         classifier = [] if self.c.tied and self.kept else [self.sizes.head_weight]
         flight = self.gather(classifier) if classifier else None
         self.arrive(self.layers)
-        run(self.norm())
+        self.play(self.to_head)
         if flight is not None:
             self.whole(flight, classifier)
         self.head()
@@ -92,7 +93,7 @@ class _Step(Layer):
         self.again(self.layers)
         self.again(self.layers - 1)
         self.arrive(self.layers, backward=True)
-        run(self.norm_backward())
+        self.play(self.norm_backward)
         self.reduce(self._buckets[self.layers])
         for i in reversed(range(self.layers)):
             self.mark(i in (0, 1))
@@ -212,12 +213,26 @@ class _Step(Layer):
         tables = sum(w.n * w.k for w in self.sizes.tables)
         self.tape.stream("ends", 4 * self.m * self.sizes.d * self.wide + 3 * tables * self.wide, 6)
 
+    def to_head(self) -> Steps:
+        yield from self.norm()
+        self._rows.append(self.tape.launch("y", "all_gather", self.m * self.sizes.d))
+
     def head(self) -> None:
         s, t = self.sizes, self.tape
-        chunk = s.chunk(self.choice.policy.head_elements)
+        self.play(self.part)
+        dW = t.launch("x", "reduce_scatter", s.head_weight.shard * s.x)
+        for axis in ("x", "z", "data"):
+            t.wait(t.launch(axis, "all_reduce", np.full_like(self.m, 2), itemsize=self.wide))
+        while self._rows:
+            t.wait(self._rows.popleft())
+        t.wait(dW)
+        self.save(s.head_weight.shard * STORED + self.wide)  # dW and the count
+
+    def part(self) -> Steps:
+        s, t = self.sizes, self.tape
+        chunk = s.chunk(self.choice.policy.head_elements, self.parts)
         chunks, rows = s.s // chunk, chunk * self.b
-        X = t.launch("y", "all_gather", self.m * s.d)
-        t.wait(X)
+        t.wait(self._rows.popleft())
         seconds = t.prices.product(rows, s.vocab, s.d)
         t.compute("head", chunks * seconds)
         t.wait(t.launch("z", "reduce_scatter", rows * s.vocab, times=chunks))
@@ -226,11 +241,7 @@ class _Step(Layer):
         t.wait(t.launch("z", "all_gather", rows * s.vocab, times=chunks))
         t.compute("head", 2 * chunks * seconds)
         t.stream("head", 3 * s.vocab * s.d * self.wide * (1 + chunks * (self.e < 4)), 2)
-        dX = t.launch("y", "reduce_scatter", self.m * s.d)
-        dW = t.launch("x", "reduce_scatter", s.head_weight.shard * s.x)
-        for axis in ("x", "z", "data"):
-            t.wait(t.launch(axis, "all_reduce", np.full_like(self.m, 2), itemsize=self.wide))
-        t.wait(dX)
-        t.wait(dW)
+        self._rows.append(t.launch("y", "reduce_scatter", self.m * s.d))  # dX
         t.flops += 3 * 2 * self.m * s.d * s.vocab
-        self.save(self.m // s.y * s.d * self.e + s.head_weight.shard * STORED + self.wide)  # dX, dW and the count
+        self.save(self.m // s.y * s.d * self.e)
+        yield Pause()
