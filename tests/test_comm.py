@@ -12,6 +12,7 @@ from torch import Tensor
 from cuboid.comm import (
     COLLECTIVES,
     LEAST_ALONE,
+    SMALL,
     TRANSPOSE,
     Kind,
     all_gather,
@@ -82,15 +83,29 @@ def test_large_tensors(kind: Kind, pool: Callable[[int], Pool]) -> None:
 
 
 def error_between_hosts(mesh: Mesh, kind: Kind, back: set[str]) -> float:
-    assert {axis.name for axis in (mesh.x, mesh.y, mesh.z) if axis.back is not None} == back
+    axes = mesh.x, mesh.y, mesh.z
+    assert {axis.name for axis in axes if axis.back is not None} == back
+    assert {axis.name for axis in axes if axis.aside is not None} == back & {"z"}
     return error_of(mesh, kind)
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"])
 @pytest.mark.parametrize(("per_host", "back"), [(1, {"x", "y", "z"}), (2, {"x", "y"}), (4, {"y"})])
 def test_between_hosts(kind: Kind, per_host: int, back: set[str], pool: Callable[[int], Pool]) -> None:
     function = partial(on_mesh, per_host=per_host)
     assert max(pool(12).run(function, error_between_hosts, MIXED, kind, back)) < 1e-15
+
+
+def either_first(mesh: Mesh) -> float:
+    """Two ranks launch a small and a large message, one the small one first, the other the large one."""
+    both = [torch.ones(4), torch.ones(SMALL)]
+    flights = [all_gather(x, mesh.z) for x in (both if mesh.z.index == 0 else reversed(both))]
+    return sum(float(flight.wait().sum()) for flight in flights)
+
+
+def test_small_messages_do_not_wait_for_large_ones(pool: Callable[[int], Pool]) -> None:
+    """Over one connection each would be taken for the other."""
+    assert pool(2).run(partial(on_mesh, per_host=1), either_first, Cuboid(1, 1, 2)) == [2.0 * (SMALL + 4)] * 2
 
 
 def inner_products(mesh: Mesh, kind: Kind) -> list[tuple[float, float]]:

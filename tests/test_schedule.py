@@ -15,6 +15,7 @@ import torch.distributed as dist
 from sharded import EXACT, Case, compare
 from torch import Tensor
 
+from cuboid import product
 from cuboid.config import ModelConfig
 from cuboid.flight import Pause, Steps
 from cuboid.launch import Pool, World
@@ -22,6 +23,7 @@ from cuboid.measure import Memory
 from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer
 from cuboid.parallel.cuboid import CuboidParallel, suitable_schedule
+from cuboid.product import Product
 from cuboid.schedule import OFF, PREFETCH, Schedule, in_step
 
 Pools = Callable[[int], Pool]
@@ -85,8 +87,8 @@ def test_what_is_launched_when(pool: Pools) -> None:
     # the next block's where they were
     assert order[OFF][:4] == ["x", "y'", "x", "y"]
     assert order[PREFETCH][:5] == ["x", "x", "y'", "x", "y"]
-    # parts: all gather their first X before the first multiplies, the embedding's scatters behind them; when the last has
-    # left the embedding, the next block's weights
+    # parts: all gather their first X before the first multiplies, the embedding's scatters behind them; and the next
+    # block's weights when the last has left the embedding
     assert order[PARTS][:11] == ["x", "x", *["y'"] * 4, *["y"] * 3, "x", "y"]
     over_x = {s: sum(axis.startswith("x") for axis in found) for s, found in order.items()}
     assert over_x[PREFETCH] == over_x[PARTS] == over_x[OFF] - 1  # the last block's stay
@@ -95,6 +97,39 @@ def test_what_is_launched_when(pool: Pools) -> None:
     assert order[PREFETCH][last:].count("y") > order[OFF][len(order[OFF]) - 1 - order[OFF][::-1].index("x") :].count(
         "y"
     )
+
+
+def backward_of(world: World) -> list[str]:
+    """What a step's backward gathers again and when it makes the gradient of a weight, products numbered as forward
+    comes to them."""
+    numbers: dict[int, int] = {}
+    events: list[str] = []
+    gather_X, weight_gradient = Product.gather_X, product.weight_gradient
+
+    def gather(call: Product, X_s: Tensor) -> None:
+        events.append(f"X{numbers.setdefault(id(call), len(numbers))}")
+        gather_X(call, X_s)
+
+    def gradient(*args: Any) -> None:
+        events.append("dW")
+        weight_gradient(*args)
+
+    model = Transformer(CuboidParallel(MODEL.replace(layers=2, dropout=0.0), Mesh(Cuboid(), alone=True)))
+    place = model.parallel.place(8, 12)
+    Product.gather_X, product.weight_gradient = gather, gradient  # type: ignore[method-assign]
+    try:
+        loss = model(*(place.take(whole, 0) for whole in batch()), place)
+        events.clear()
+        loss.backward()
+    finally:
+        Product.gather_X, product.weight_gradient = gather_X, weight_gradient  # type: ignore[method-assign]
+    return events
+
+
+def test_what_backward_needs_next_is_on_its_way(pool: Pools) -> None:
+    """The X of a product is gathered again before the product after it makes its gradient."""
+    (events,) = pool(1).run(backward_of)
+    assert events == ["X7", *[each for i in reversed(range(7)) for each in (f"X{i}", "dW")], "dW"]
 
 
 def test_parts_that_only_send_fly_together() -> None:
@@ -123,6 +158,8 @@ def test_without_overlap_all_is_waited_for_at_once(pool: Pools) -> None:
         (4, 1024, (2, 2, 1), Schedule(parts=2)),
         (2, 1024, (2, 2, 1), Schedule(chunks=2)),  # one sample a rank
         (1, 8192, (1, 1, 2), Schedule(chunks=4)),
+        (4, 1024, (1, 1, 2), Schedule(parts=4)),  # z cuts
+        (2, 1024, (1, 1, 2), Schedule(parts=2)),
         (8, 8, (2, 2, 1), PREFETCH),  # small
         (8, 1024, (4, 1, 1), PREFETCH),  # no activations move
     ],

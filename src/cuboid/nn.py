@@ -209,12 +209,12 @@ class Model(nn.Module):
         which forward runs them, backward gathers the next one's weights while one computes."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
-        if seed is not None:
-            initialise(self, seed)
         following = dict(zip(order[1:], order, strict=False))
-        for part in parts:
+        for part in parts:  # before there are values: buckets move the shards, and what is empty takes no memory
             before = self._buckets[following[part]] if part in following else None
             self._buckets[part] = self.parallel.bucket([(p, d.spec) for _, p, d in declared(part)], before)
+        if seed is not None:
+            initialise(self, seed)
         for _, parameter, d in declared(self):
             self._held_by.setdefault(d.spec.copies(self.parallel.mesh.cuboid), []).append(parameter)
 

@@ -23,7 +23,8 @@ from cuboid.config import ModelConfig
 from cuboid.launch import Pool
 from cuboid.mesh import Cuboid
 
-STEPS = 5  # a turn: the first ones still make the memory that the others use again
+WARM = 5  # steps of a turn that are not counted: they still make the memory that the others use again
+STEPS = 5  # those that are
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def cpu(
     one = Contestant("serial", Cuboid())
     able = {each.name: each for each in (Contestant("cuboid", shape) for shape in feasible(problem, ranks))}
     many = [able[name] for name in begin_with(only, list(able))]
-    report = Report("cpu", {"ranks": ranks, "rounds": rounds, "steps": STEPS})
+    report = Report("cpu", {"ranks": ranks, "rounds": rounds, "warm": WARM, "steps": STEPS})
     steps: dict[Contestant, list[float]] = {each: [] for each in (one, *many)}
     bares: dict[Contestant, list[float]] = {each: [] for each in many}
     with Pool(1) as alone, Pool(ranks) as together:
@@ -83,8 +84,8 @@ def cpu(
         for i in range(rounds):
             console.print(f"round {i + 1} of {rounds}", highlight=False)
             for each in (one, *many) if i % 2 == 0 else (*reversed(many), one):
-                times = (alone if each is one else together).run(turn, each, problem, STEPS, False)
-                steps[each] += [sum(rank.cpu for rank in step) for step in zip(*times, strict=True)]
+                times = (alone if each is one else together).run(turn, each, problem, WARM + STEPS, False)
+                steps[each] += [sum(rank.cpu for rank in step) for step in zip(*times, strict=True)][WARM:]
                 if each is not one:
                     played = together.run(bare, each.shape, sent[each])
                     bares[each] += [sum(ranks) for ranks in zip(*played, strict=True)]

@@ -136,8 +136,9 @@ def on_a_core(world: World) -> Iterator[None]:
 
 
 def steps(world: World, contestant: Contestant, problem: Problem, count: int) -> list[Times]:
+    """After one more, which makes the memory that they use again: where pages are dear that is a third of a step."""
     with on_a_core(world):
-        return turn(world, contestant, problem, count, cold=True)
+        return turn(world, contestant, problem, 1 + count, cold=True)[1:]
 
 
 def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:

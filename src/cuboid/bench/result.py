@@ -93,6 +93,7 @@ class Row:
             "ranks": self.ranks,
             "rate": self.rate,
             "problem": self.problem.export(),
+            "schedule": asdict(self.contestant.schedule(self.problem)),
             "loss": first.loss,
             "flops": max(count.flops for count in self.counts),
             "bytes_sent": self.sent,

@@ -12,10 +12,11 @@ from rich.table import Table
 from cuboid.cluster import bits_per_second
 from cuboid.config import ModelConfig, RopeScaling
 from cuboid.mesh import Cuboid
-from cuboid.parallel.cuboid import Policy, suitable_schedule
+from cuboid.parallel.cuboid import Policy
 from cuboid.plan.hardware import Hardware, Link
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
+from cuboid.schedule import Schedule
 
 MOST_ERROR, MOST_REGRET = 0.15, 0.05
 
@@ -114,8 +115,7 @@ def _step(hw: Hardware, row: dict[str, Any]) -> Step:
     sizes = {key: value for key, value in problem["config"].items() if key in known}
     if sizes.get("rope_scaling"):
         sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
-    config, batch, seq = ModelConfig(**sizes), problem["batch"], problem["seq"]
-    schedule = suitable_schedule(config, cuboid, batch, seq, 4, problem.get("apart", True))
+    config, batch, seq, schedule = ModelConfig(**sizes), problem["batch"], problem["seq"], Schedule(**row["schedule"])
     policy = Policy(**{each.name: problem["policy"][each.name] for each in fields(Policy)})
     predicted = predict(hw, Work(config, batch, seq, "fp32"), cuboid, Choice("none", policy, schedule))
     step = row["spread"]["step"]
