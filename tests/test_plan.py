@@ -228,6 +228,7 @@ SMALL = {
     "grouped": (ModelConfig("llama", 6, 128, 16, 500, 64, kv_heads=8), 16),
     "vocabulary": (ModelConfig("llama", 2, 64, 8, 8000, 64), 16),
     "wide": (ModelConfig("llama", 3, 256, 8, 256, 32), 8),
+    "large": (ModelConfig("gpt2", 2, 1024, 8, 64, 16), 8),  # matrices that travel by themselves
     "few tokens": (ModelConfig("llama", 4, 128, 8, 32000, 32, tied=True), 8),
     "uneven": (ModelConfig("gpt2", 6, 96, 12, 12565, 32), 8),  # like gpt2-124m, with a vocabulary that x cannot cut
 }

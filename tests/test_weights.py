@@ -1,6 +1,8 @@
-"""Where shards lie: as they travel, and what happens if somebody moves them."""
+"""Where shards lie: as they travel, and what happens if somebody moves them; which of them travel alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,4 +49,45 @@ def moved(world: World, shape: Cuboid) -> tuple[bool, list[bool]]:
 def test_moved_shards_are_found(shape: Cuboid, pool: Callable[[int], Pool]) -> None:
     for lying, same in pool(shape.ranks).run(moved, shape):
         assert lying
+        assert all(same)
+
+
+def travelled(world: World, shape: Cuboid, dtype: torch.dtype | None, vocab: int) -> tuple[int, list[bool], list[bool]]:
+    """How many pieces a block travels in where matrices are large, whether a step then sends the same bytes, and
+    whether it has the same loss and gradients to the bit as where everything travels together."""
+    mesh = Mesh(shape, world.rank)
+    model, tokens = replace(MODEL, vocab=vocab), torch.arange(64).view(8, 8) % vocab
+    pieces, counts, losses, gradients = [], [], [], []
+    for least in (1 << 30, 128):
+        with patch("cuboid.weights.LEAST_ALONE", least):
+            one = Transformer(CuboidParallel(model, mesh, dtype=dtype), seed=1)
+        pieces.append(len(one._buckets[one.blocks[0]]._pieces))
+        mesh.ledger.reset()
+        place = one.parallel.place(8, 8)
+        losses.append(one(place.take(tokens, 0), place.take(tokens, -100), place))
+        losses[-1].backward()
+        counts.append(mesh.ledger.counts())
+        gradients.append([parameter.grad for parameter in one.parameters()])
+    mesh.close()
+    assert pieces[0] == 1
+    same = [torch.equal(a, b) for a, b in zip(*gradients, strict=True)]
+    return pieces[1], [counts[0] == counts[1], len(counts[0]) > 0], [bool(losses[0] == losses[1]), *same]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "vocab"),
+    [
+        (Cuboid(2, 2, 1), None, 16),
+        (Cuboid(3, 2, 1), None, 17),  # cut unevenly
+        (Cuboid(4, 1, 2), torch.bfloat16, 18),
+        (Cuboid(3, 2, 2), None, 17),
+    ],
+    ids=str,
+)
+def test_large_matrices_travel_alone(
+    shape: Cuboid, dtype: torch.dtype | None, vocab: int, pool: Callable[[int], Pool]
+) -> None:
+    for pieces, counted, same in pool(shape.ranks).run(travelled, shape, dtype, vocab):
+        assert pieces > 3
+        assert all(counted)
         assert all(same)

@@ -16,6 +16,7 @@ Over an axis of size 1 nothing is launched, counted or copied.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -35,25 +36,28 @@ def _blocking(kind: str, axis: Axis) -> AbstractContextManager[None]:
     return nullcontext() if axis.journal is None else axis.journal.blocking(kind)
 
 
-def _launched(kind: str, x: Tensor, axis: Axis, times: int = 1) -> Span:
-    """Into the books: a collective of the whole tensor `x`, the same on every rank."""
+def _launched(kind: str, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, times: int = 1) -> Span:
+    """Into the books: a collective of a whole tensor, the same on every rank."""
     if axis.journal is not None:
-        axis.journal.note(kind, x.shape, x.dtype)
-    return axis.ledger.launched(axis.name, kind, _sent(x, axis, times))
+        axis.journal.note(kind, shape, dtype)
+    return axis.ledger.launched(axis.name, kind, _sent(times * prod(shape) * dtype.itemsize, axis))
 
 
-def _sent(x: Tensor, axis: Axis, times: int = 1) -> int:
-    """Bytes a rank sends of the whole tensor `x` when p-1 of its p parts move."""
-    return times * x.numel() * x.element_size() * (axis.size - 1) // axis.size
+def _sent(size: int, axis: Axis) -> int:
+    """Bytes a rank sends of a whole tensor of so many when p-1 of its p parts move."""
+    return size * (axis.size - 1) // axis.size
 
 
-def all_gather(x: Tensor, axis: Axis) -> Flight:
+def all_gather(x: Tensor, axis: Axis, pieces: Sequence[int] = ()) -> Flight:
+    """With `pieces`, so many rows of x each, everyone's first lie together, then everyone's second, and so on."""
     if axis.size == 1:
         return landed(x)
-    x = x.contiguous()
+    x, pieces = x.contiguous(), pieces or [x.shape[0]]
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    span = _launched("all_gather", whole, axis)
-    return Flight(_gather(x, whole, axis), lambda: whole, span, axis)
+    span = _launched("all_gather", whole.shape, whole.dtype, axis)
+    places = whole.split([axis.size * rows for rows in pieces])
+    works = [work for piece, place in zip(x.split(pieces), places, strict=True) for work in _gather(piece, place, axis)]
+    return Flight(works, lambda: whole, span, axis)
 
 
 def _gather(x: Tensor, whole: Tensor, axis: Axis) -> list[dist.Work]:
@@ -100,45 +104,64 @@ def _swap(up: Tensor, below: Tensor, down: Tensor, above: Tensor, axis: Axis) ->
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Flight:
-    """The part sums, in `dtype` (that of x unless given). Values of low precision are summed in fp32.
+    """The part sums, in `dtype` (that of x unless given). Values of low precision are summed in fp32."""
+    if axis.size == 1:
+        return landed(x.to(dtype or x.dtype))
+    assert x.shape[0] % axis.size == 0, f"dim 0 of {tuple(x.shape)} cannot be scattered over {axis.size} ranks"
+    part = (x.shape[0] // axis.size, *x.shape[1:])
+    flight = reduce_scatter_each([x.contiguous().view(axis.size, -1)], axis, dtype)
+    return Flight((), lambda: flight.wait().view(part))
+
+
+def reduce_scatter_each(xs: Sequence[Tensor], axis: Axis, dtype: torch.dtype | None = None) -> Flight:
+    """Of several matrices, with a row for each rank of the axis, this rank's rows of the sums, one behind another.
 
     gloo's own reduce_scatter is an all-reduce inside and moves twice the bytes; NCCL's adds bf16 to bf16. An
     all-to-all followed by a local sum moves the least and lets us choose the sum's precision.
     """
-    dtype = dtype or x.dtype
-    if axis.size == 1:
-        return landed(x.to(dtype))
-    x = x.contiguous()
-    assert x.shape[0] % axis.size == 0, f"dim 0 of {tuple(x.shape)} cannot be scattered over {axis.size} ranks"
-    part = (x.shape[0] // axis.size, *x.shape[1:])
-    span = _launched("reduce_scatter", x, axis)
-    if axis.backend == "nccl" and x.dtype.itemsize >= 4:
-        mine = x.new_empty(part)
-        work = dist.reduce_scatter_single(mine, x, group=axis.group, async_op=True)
-        return Flight([work], lambda: mine.to(dtype), span, axis)
-    works, parts = _parts(x.view(axis.size, -1), axis)
-    if axis.size == 2:
-        other, own = parts[1 - axis.index], parts[axis.index]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return Flight(works, lambda: other.to(wide).add_(own).view(part).to(dtype), span, axis)
-    return Flight(works, lambda: _sum(parts).view(part).to(dtype), span, axis)
+    like, p, lengths = xs[0], axis.size, [x.shape[1] for x in xs]
+    dtype, wide = dtype or like.dtype, torch.promote_types(like.dtype, torch.float32)
+    span = _launched("reduce_scatter", (p, sum(lengths)), like.dtype, axis)
+    if axis.backend == "nccl" and wide == like.dtype:
+        mine = like.new_empty(sum(lengths))
+        works = [
+            dist.reduce_scatter_single(place, x.view(-1), group=axis.group, async_op=True)
+            for x, place in zip(xs, mine.split(lengths), strict=True)
+        ]
+        return Flight(works, lambda: mine.to(dtype), span, axis)
+    rows = p - _own_stays(axis)
+    received = like.new_empty(rows * sum(lengths))
+    places = received.split([rows * n for n in lengths])
+    each = [_parts(x, place.view(rows, -1), axis) for x, place in zip(xs, places, strict=True)]
+
+    def land() -> Tensor:
+        total = received.to(wide) if p == 2 else received.new_empty(sum(lengths), dtype=wide)
+        for place, (_, parts) in zip(total.split(lengths), each, strict=True):
+            place.add_(parts[axis.index]) if p == 2 else _sum(parts, place)
+        return total.to(dtype)
+
+    return Flight([work for works, _ in each for work in works], land, span, axis)
 
 
-def _parts(x: Tensor, axis: Axis) -> tuple[list[dist.Work], list[Tensor]]:
+def _own_stays(axis: Axis) -> bool:
+    """A rank's own part of a sum stays where it is, unless gloo takes it along."""
+    return axis.size == 2 or axis.back is not None
+
+
+def _parts(x: Tensor, received: Tensor, axis: Axis) -> tuple[list[dist.Work], list[Tensor]]:
     """Every rank's row for this one, by rank."""
     i = axis.index
-    if axis.size > 2 and axis.back is None:
-        parts = torch.empty_like(x)
-        return [dist.all_to_all_single(parts, x, group=axis.group, async_op=True)], list(parts)
-    below, above = x.new_empty(x[:i].shape), x.new_empty(x[i + 1 :].shape)  # one's own stays where it is
+    if not _own_stays(axis):
+        return [dist.all_to_all_single(received, x, group=axis.group, async_op=True)], list(received)
+    below, above = received[:i], received[i:]
     return _swap(x[i + 1 :], below, x[:i], above, axis), [*below, x[i], *above]
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
+def _sum(parts: Sequence[Tensor], total: Tensor | None = None) -> Tensor:
     """In fp32 or better, first to last whatever the shape: `torch.sum` adds in another order at a tensor's end, and
     ranks that hold the same value at different places would then disagree about its last bit."""
     first, second, *rest = parts
-    total = first.to(torch.promote_types(first.dtype, torch.float32)) + second  # of its own, not part of the buffer
+    total = torch.add(first.to(torch.promote_types(first.dtype, torch.float32)), second, out=total)
     for part in rest:
         total += part
     return total
@@ -149,7 +172,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Flight:
         return landed(x)
     x = x.contiguous()
     parts = torch.empty_like(x)
-    span = _launched("all_to_all", x, axis)
+    span = _launched("all_to_all", x.shape, x.dtype, axis)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
     return Flight([work], lambda: parts, span, axis)
 
@@ -159,7 +182,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Flight:
     if axis.size == 1:
         return landed(x)
     total = x.clone(memory_format=torch.contiguous_format)
-    span = _launched("all_reduce", total, axis, times=2)
+    span = _launched("all_reduce", total.shape, total.dtype, axis, times=2)
     work = dist.all_reduce(total, group=_way(total, axis), async_op=True)
     return Flight([work], lambda: total, span, axis)
 
@@ -176,7 +199,7 @@ def broadcast(x: Tensor, axis: Axis, source: int, shape: Sequence[int]) -> Fligh
     assert block.shape == torch.Size(shape), f"{tuple(block.shape)} is not {tuple(shape)}"
     if not block.numel():
         return landed(block)
-    span = _launched("broadcast", block, axis)
+    span = _launched("broadcast", block.shape, block.dtype, axis)
     if 1 < axis.mates < axis.size:
         return _broadcast_by_host(block, axis, source, span)
     work = dist.broadcast(block, group=axis.group, group_src=source, async_op=True)
@@ -195,7 +218,7 @@ def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None)
         return landed(x.to(dtype))
     mine, nothing = axis.index == target, x.new_empty(0, dtype=dtype)
     x = x.contiguous() if axis.size == 2 else x.contiguous().to(sum_in)
-    span = _launched("reduce", x, axis)
+    span = _launched("reduce", x.shape, x.dtype, axis)
     if axis.size == 2:
         other = torch.empty_like(x) if mine else x
         work = dist.broadcast(other, group=axis.group, group_src=1 - target, async_op=True)
@@ -337,7 +360,7 @@ def collective(kind: Kind, x: Tensor, axis: Axis) -> Steps:
         return x
     call = _Call(kind, axis)
     launched = _Launch.apply(x, call)
-    yield Pause(sent=_sent(x, axis) * (axis.size if kind == "all_gather" else 1))
+    yield Pause(sent=_sent(x.nbytes, axis) * (axis.size if kind == "all_gather" else 1))
     return _Wait.apply(launched, call)
 
 

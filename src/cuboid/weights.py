@@ -11,6 +11,9 @@ Three autograd nodes make a step's traffic of weights:
 gradients exist and awaited at the end, or when two further layers' are on their way, so that the buffers in flight do
 not grow with depth. A layer's sum over `data` is launched when that over x has landed, and awaited at the end.
 
+A bucket travels in one collective. Its small parameters are packed for it; each large one is gathered straight into
+place, and its gradient goes from where it was made: a message of its own costs less than a copy.
+
 Of several micro-batches only the last sums over replicas: the others leave their gradients with the shards, and the
 last takes them along.
 """
@@ -18,13 +21,14 @@ last takes them along.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.comm import all_gather, all_reduce, reduce_scatter
+from cuboid.comm import LEAST_ALONE, all_gather, all_reduce, reduce_scatter_each
 from cuboid.flight import Flight, landed, token
 from cuboid.layout import Spec, ceil_div
 from cuboid.mesh import Axis, Mesh
@@ -73,6 +77,7 @@ class Bucket:
         self._cut = sorted(cut, key=lambda i: -len(shapes[i]))
         self._lengths = [self._rows[i] * torch.Size(shapes[i][1:]).numel() for i in self._cut]
         self._gathers = mesh.x.size > 1 and sum(self._lengths) > 0
+        self._pieces = pieces(self._lengths, LEAST_ALONE // (dtype or self.parameters[0].dtype).itemsize)
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -92,7 +97,7 @@ class Bucket:
         """Have the whole weights on their way, for `holder` until it releases them."""
         self._holders.add(holder)
         if self._whole is None and self._flight is None and self._gathers:
-            self._flight = all_gather(self._pack(), self.mesh.x)
+            self._flight = all_gather(self._pack(), self.mesh.x, [sum(self._lengths[each]) for each in self._pieces])
 
     def launch_backward(self) -> None:
         """The same in backward, and the weights that backward will need after these as well, once those it needed
@@ -146,11 +151,12 @@ class Bucket:
         if self._flight is None:
             return self._pack().split_with_sizes(self._lengths)
         flat, self._flight = self._flight.wait(), None
-        x, lengths = self.mesh.x.size, self._lengths
-        weights = torch.empty_like(flat).split_with_sizes([x * length for length in lengths])
-        for weight, parts in zip(weights, flat.view(x, -1).split_with_sizes(lengths, 1), strict=True):
-            weight.view(parts.shape).copy_(parts)
-        return weights
+        x, found, end = self.mesh.x.size, list[Tensor](), 0
+        for piece in self._pieces:
+            lengths, start = self._lengths[piece], end
+            end = start + x * sum(lengths)
+            found += in_turn(flat[start:end].view(x, -1), lengths)
+        return found
 
     # Gradients: whole -> shards
 
@@ -177,30 +183,32 @@ class Bucket:
             self._reducing.append(lambda: mine)
             self.land()
             return
-        like = self.parameters[0]
-        flat = like.new_empty((x.size, sum(self._lengths)), dtype=self.dtype or like.dtype)
-        for i, place in zip(self._cut, flat.split_with_sizes(self._lengths, 1), strict=True):
-            gradient, mine[i] = mine[i], None
-            place.zero_() if gradient is None else place.copy_(self._parts(i, gradient))
-        del gradient
-        flight = reduce_scatter(flat.view(-1), x, dtype=like.dtype)
+        parts = [self._parts(i, mine[i]) for i in self._cut]
+        for i in self._cut:
+            mine[i] = None
+        sent = [parts[each][0] if len(parts[each]) == 1 else torch.cat(parts[each], 1) for each in self._pieces]
+        del parts
+        flight = reduce_scatter_each(sent, x, dtype=self.parameters[0].dtype)
+        del sent
         self._reducing += [lambda: mine, lambda: self._split(flight.wait())]
         self._in_flight.append(self)
         if len(self._in_flight) > MOST_IN_FLIGHT:
             self._in_flight.popleft().land()
 
-    def _parts(self, i: int, gradient: Tensor) -> Tensor:
+    def _parts(self, i: int, gradient: Tensor | None) -> Tensor:
         """The whole weight's gradient as a row for each rank of x, the short parts of an uneven cut filled up."""
-        rows, (n, *rest) = self._rows[i] * self.mesh.x.size, self._shapes[i]
-        if rows != n:
+        like, rows, (n, *rest) = self.parameters[i], self._rows[i] * self.mesh.x.size, self._shapes[i]
+        if gradient is None:
+            gradient = like.new_zeros(rows, *rest)
+        elif rows != n:
             gradient = torch.cat((gradient, gradient.new_zeros(rows - n, *rest)))
-        return gradient.reshape(self.mesh.x.size, -1)
+        return gradient.reshape(self.mesh.x.size, -1).to(self.dtype or like.dtype)
 
     def reduce_one(self, parameter: nn.Parameter, gradient: Tensor) -> Flight:
         """Launch the sum over x of one weight's gradient; the flight brings the shard's, to be handed to `add`."""
         if not self._gathers:
             return landed(gradient.to(parameter.dtype))
-        flight = reduce_scatter(self._parts(self.index(parameter), gradient).reshape(-1), self.mesh.x, parameter.dtype)
+        flight = reduce_scatter_each([self._parts(self.index(parameter), gradient)], self.mesh.x, parameter.dtype)
         return Flight((), lambda: flight.wait()[: parameter.numel()].view(parameter.shape))
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -256,6 +264,26 @@ class Bucket:
             p = self.parameters[i]
             found[i] = part[: p.numel()].view(p.shape)
         return found
+
+
+def pieces(lengths: Sequence[int], least: int) -> list[slice]:
+    """Neighbours that travel together: those of at least `least` alone, the others as many as there are.
+
+    >>> pieces([9, 2, 3, 8, 7, 1], 7)
+    [slice(0, 1, None), slice(1, 3, None), slice(3, 4, None), slice(4, 5, None), slice(5, 6, None)]
+    """
+    starts = [i for i, n in enumerate(lengths) if i == 0 or n >= least or lengths[i - 1] >= least]
+    return [slice(start, stop) for start, stop in pairwise([*starts, len(lengths)])]
+
+
+def in_turn(parts: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
+    """Every rank's parts, [ranks, Σ lengths] -> of each length all ranks', one behind another."""
+    if len(lengths) == 1:
+        return [parts.view(-1)]
+    found = torch.empty_like(parts).view(-1).split_with_sizes([len(parts) * n for n in lengths])
+    for each, part in zip(found, parts.split_with_sizes(list(lengths), 1), strict=True):
+        each.view(part.shape).copy_(part)
+    return found
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -7,9 +7,9 @@ what does (saved activations fall, gradients rise) does so evenly, so the fulles
     head     everything is saved; a chunk of logits, or the table's gradient on its way
     scaled   the head's gradients as they were saved, and times dloss
     inside   of the last few layers' backward, or the first's: the MLP's operands and their gradients
-    between  layers: gradients packed for the way over x, those of two layers more still on it
+    between  layers: small gradients packed for the way over x, those of two layers more still on it
     lookup   all gradients are there but the embedding's, which is added up
-    table    … and packed for the way over x
+    table    … and on its way over x
     tied     … and added to the head's
     data     all gradients are there; the largest part's are joined, and their sum over replicas on its way
 
@@ -214,7 +214,8 @@ class _Held:
         if j > MOST_IN_FLIGHT:  # the first of those on their way lands: what it sent goes, unless part of the sum
             gone = self.sent * (self.s.x > 2) * self.whole
             flying = flying + np.maximum(self.summed(self.s.x, self.whole) - gone, 0)
-        layer = np.where(self.apart, np.maximum(2 * self.whole, flying), alone)  # packed, or packed and on its way
+        small = added(w.n * w.k * (w.shard * self.e < LEAST_ALONE) for w in self.s.block_weights) * self.e
+        layer = np.where(self.apart, np.maximum(self.whole + small, flying), alone)  # small ones packed, or on its way
         rest = 2 * self.m // self.s.y * self.s.d * self.e
         if j < self.c.layers and self.choice.policy.activations != "retain" and self.choice.recompute != "full":
             rest = rest + self.m * self.s.f * self.e * (self.s.z > 1)  # X of the layer before's last product
@@ -242,7 +243,7 @@ class _Held:
         layers = min(self.c.layers, MOST_IN_FLIGHT - len(positions))
         flying = (layers * self.whole + sum(map(self.padded, positions))) * self.way
         filled = table.n % self.s.x != 0
-        packed = self.padded(table) * (1 + np.maximum(self.received(self.s.x), filled))
+        packed = self.padded(table) * (self.received(self.s.x) + filled)
         return (
             self.others(),
             self.none(),
