@@ -159,6 +159,7 @@ def test_without_overlap_all_is_waited_for_at_once(pool: Pools) -> None:
         (2, 1024, (2, 2, 1), Schedule(chunks=2)),  # one sample a rank
         (1, 8192, (1, 1, 2), Schedule(chunks=4)),
         (4, 1024, (1, 1, 2), Schedule(parts=4)),  # z cuts
+        (4, 256, (1, 1, 2), Schedule(parts=2)),  # too few tokens for four
         (2, 1024, (1, 1, 2), Schedule(parts=2)),
         (8, 8, (2, 2, 1), PREFETCH),  # small
         (8, 1024, (4, 1, 1), PREFETCH),  # no activations move

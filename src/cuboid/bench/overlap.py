@@ -142,9 +142,9 @@ def steps(world: World, contestant: Contestant, problem: Problem, count: int) ->
 
 
 def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:
-    """Of one step."""
+    """Of one step, after one like it."""
     with on_a_core(world), closing(ModelRunner(contestant, problem, world)) as runner:
-        take_step(runner, problem, 1)
+        take_step(runner, problem, problem.seq)
         runner.ledger.spans = []
         times = timed_step(runner, problem)
         spans = runner.ledger.spans

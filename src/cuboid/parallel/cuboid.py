@@ -57,6 +57,9 @@ COMPUTE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, 
 #: Of a part of the residual stream. Below it a collective is mostly latency, and more of them cost more than they hide.
 LEAST_PART = 1 << 17
 
+#: Tokens that a product of one of four parts has: with fewer, products take longer than what they hide.
+LEAST_ROWS = 512
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -241,14 +244,16 @@ class CuboidParallel(Bucketed):
 def suitable_schedule(
     config: ModelConfig, cuboid: Cuboid, batch: int, seq: int, itemsize: int, apart: bool = True
 ) -> Schedule:
-    """Where activations move and are large enough for it to pay: two parts of a rank's batch, four where they move over
-    z, which scatters and gathers the MLP's widest rows with next to nothing to compute between, or chunks. Where
-    messages are made by the processors that compute (not `apart`) nothing can be hidden, and parts only cost."""
+    """Where activations move and are large enough for it to pay: two parts of a rank's batch, or chunks; four where they
+    move over z, which scatters and gathers the MLP's widest rows with next to nothing to compute between, and where
+    there are tokens enough. Where messages are made by the processors that compute (not `apart`) nothing can be hidden,
+    and parts only cost."""
     samples = batch // cuboid.data // gcd(batch // cuboid.data, cuboid.x)
     most = batch * seq * config.hidden * itemsize // cuboid.ranks // LEAST_PART
     if cuboid.y * cuboid.z == 1 or most < 2 or not apart:
         return PREFETCH
-    wanted = (4, 2) if cuboid.z > 1 else (2,)
+    four = cuboid.z > 1 and batch * seq // (cuboid.data * cuboid.x) >= 4 * LEAST_ROWS
+    wanted = (4, 2) if four else (2,)
     parts = next((n for n in wanted if n <= most and samples % n == 0), 1)
     return Schedule(parts=parts) if parts > 1 else Schedule(chunks=min(4, most))
 
