@@ -132,15 +132,20 @@ def reduce_scatter_each(xs: Sequence[Tensor], axis: Axis, dtype: torch.dtype | N
     rows = p - _own_stays(axis)
     received = like.new_empty(rows * sum(lengths))
     places = received.split([rows * n for n in lengths])
-    each = [_parts(x, place.view(rows, -1), axis) for x, place in zip(xs, places, strict=True)]
+    works: list[dist.Work] = []
+    each: list[list[Tensor]] = []
+    for x, place in zip(xs, places, strict=True):
+        launched, parts = _parts(x, place.view(rows, -1), axis)
+        works += launched
+        each.append(parts)
 
     def land() -> Tensor:
         total = received.to(wide) if p == 2 else received.new_empty(sum(lengths), dtype=wide)
-        for place, (_, parts) in zip(total.split(lengths), each, strict=True):
+        for place, parts in zip(total.split(lengths), each, strict=True):
             place.add_(parts[axis.index]) if p == 2 else _sum(parts, place)
         return total.to(dtype)
 
-    return Flight([work for works, _ in each for work in works], land, span, axis)
+    return Flight(works, land, span, axis)
 
 
 def _own_stays(axis: Axis) -> bool:
