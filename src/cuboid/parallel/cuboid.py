@@ -244,10 +244,10 @@ class CuboidParallel(Bucketed):
 def suitable_schedule(
     config: ModelConfig, cuboid: Cuboid, batch: int, seq: int, itemsize: int, apart: bool = True
 ) -> Schedule:
-    """Where activations move and are large enough for it to pay: two parts of a rank's batch, or chunks; four where they
-    move over z, which scatters and gathers the MLP's widest rows with next to nothing to compute between, and where
-    there are tokens enough. Where messages are made by the processors that compute (not `apart`) nothing can be hidden,
-    and parts only cost."""
+    """Where activations move and are large enough for it to pay: two parts of a batch, or chunks. Four where they
+    move over z, which scatters and gathers the MLP's widest rows with next to nothing to compute between, and there
+    are tokens enough. Where messages are made by the processors that compute (not `apart`) nothing can be hidden, and
+    parts only cost."""
     samples = batch // cuboid.data // gcd(batch // cuboid.data, cuboid.x)
     most = batch * seq * config.hidden * itemsize // cuboid.ranks // LEAST_PART
     if cuboid.y * cuboid.z == 1 or most < 2 or not apart:
