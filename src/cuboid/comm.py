@@ -121,18 +121,15 @@ def reduce_scatter_each(xs: Sequence[Tensor], axis: Axis, dtype: torch.dtype | N
     """
     like, p, lengths = xs[0], axis.size, [x.shape[1] for x in xs]
     dtype, wide = dtype or like.dtype, torch.promote_types(like.dtype, torch.float32)
-    span = _launched("reduce_scatter", (p, sum(lengths)), like.dtype, axis)
+    span, works = _launched("reduce_scatter", (p, sum(lengths)), like.dtype, axis), list[dist.Work]()
     if axis.backend == "nccl" and wide == like.dtype:
         mine = like.new_empty(sum(lengths))
-        works = [
-            dist.reduce_scatter_single(place, x.view(-1), group=axis.group, async_op=True)
-            for x, place in zip(xs, mine.split(lengths), strict=True)
-        ]
+        for x, place in zip(xs, mine.split(lengths), strict=True):
+            works.append(dist.reduce_scatter_single(place, x.view(-1), group=axis.group, async_op=True))
         return Flight(works, lambda: mine.to(dtype), span, axis)
     rows = p - _own_stays(axis)
     received = like.new_empty(rows * sum(lengths))
     places = received.split([rows * n for n in lengths])
-    works: list[dist.Work] = []
     each: list[list[Tensor]] = []
     for x, place in zip(xs, places, strict=True):
         launched, parts = _parts(x, place.view(rows, -1), axis)
