@@ -109,19 +109,21 @@ def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> F
         return landed(x.to(dtype or x.dtype))
     assert x.shape[0] % axis.size == 0, f"dim 0 of {tuple(x.shape)} cannot be scattered over {axis.size} ranks"
     part = (x.shape[0] // axis.size, *x.shape[1:])
-    flight = reduce_scatter_each([x.contiguous().view(axis.size, -1)], axis, dtype)
+    flight = reduce_scatter_each([x.contiguous()], axis, dtype)
     return Flight((), lambda: flight.wait().view(part))
 
 
 def reduce_scatter_each(xs: Sequence[Tensor], axis: Axis, dtype: torch.dtype | None = None) -> Flight:
-    """Of several matrices, with a row for each rank of the axis, this rank's rows of the sums, one behind another.
+    """Of several tensors, each with a part along dim 0 for every rank of the axis, this rank's of the sums, flat, one
+    behind another.
 
     gloo's own reduce_scatter is an all-reduce inside and moves twice the bytes; NCCL's adds bf16 to bf16. An
     all-to-all followed by a local sum moves the least and lets us choose the sum's precision.
     """
-    like, p, lengths = xs[0], axis.size, [x.shape[1] for x in xs]
+    like, p, lengths = xs[0], axis.size, [x.numel() // axis.size for x in xs]
+    shape = like.shape if len(xs) == 1 else (p, sum(lengths))
     dtype, wide = dtype or like.dtype, torch.promote_types(like.dtype, torch.float32)
-    span, works = _launched("reduce_scatter", (p, sum(lengths)), like.dtype, axis), list[dist.Work]()
+    span, works = _launched("reduce_scatter", shape, like.dtype, axis), list[dist.Work]()
     if axis.backend == "nccl" and wide == like.dtype:
         mine = like.new_empty(sum(lengths))
         for x, place in zip(xs, mine.split(lengths), strict=True):
@@ -132,7 +134,7 @@ def reduce_scatter_each(xs: Sequence[Tensor], axis: Axis, dtype: torch.dtype | N
     places = received.split([rows * n for n in lengths])
     each: list[list[Tensor]] = []
     for x, place in zip(xs, places, strict=True):
-        launched, parts = _parts(x, place.view(rows, -1), axis)
+        launched, parts = _parts(x.view(p, -1), place.view(rows, -1), axis)
         works += launched
         each.append(parts)
 
