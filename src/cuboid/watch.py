@@ -25,6 +25,7 @@ from cuboid.journal import Account, Journal, explain, waits
 
 EXIT_CODE = 70  # of a rank that hangs where no exception reaches it
 MOMENT = 3.0  # seconds that the rank which failed has for its own words before others speak of it
+NAP = 0.02  # seconds between two looks
 ALARM, ANSWERS, VERDICT, HEARD = "watch/alarm", "watch/answers", "watch/verdict", "watch/heard"
 
 
@@ -82,7 +83,7 @@ class Watch:
         """Called by who waits: raise what the watch has found. An `error` of the backend raises the alarm."""
         if error is not None:
             self.alarm(Alarm(self.rank, why=str(error)))
-            self._judged.wait(4 * self.grace + MOMENT)
+            _until(self._judged.is_set, 4 * self.grace + MOMENT)
         if self._verdict is not None:
             raise self._verdict from error
         if error is not None:
@@ -91,7 +92,7 @@ class Watch:
     def disagree(self) -> None:
         """All ranks know that some collectives of theirs did not match."""
         self.alarm(Alarm(self.rank, differ=True))
-        self._judged.wait(4 * self.grace + MOMENT)
+        _until(self._judged.is_set, 4 * self.grace + MOMENT)
         raise self._verdict or Mismatched(f"step {self.step}: collectives do not match")
 
     def alarm(self, alarm: Alarm) -> None:
@@ -110,7 +111,7 @@ class Watch:
         if error is not None and error is not self._verdict:
             at = f" at step {self.step}" if self.step else ""
             self.alarm(Alarm(self.rank, failure=f"rank {self.rank} failed{at}: {type(error).__name__}: {error}"))
-            self._sent.wait(self.grace)
+            _until(self._sent.is_set, self.grace)
         self._closed.set()
         self._wake.set()
         self._unhook()
@@ -123,7 +124,7 @@ class Watch:
         seen, idle, tick = -1, 0.0, time.monotonic()
         while not self._closed.wait(self.interval):
             before, tick = tick, time.monotonic()
-            passed = min(tick - before, 2 * self.interval)  # were we held up, so were the others
+            passed = min(tick - before, 2 * self.interval)  # as in `_until`
             moved = self.step + sum(journal.count + journal.landings for journal in self._journals)
             busy = not self.step and not any(journal.awaited for journal in self._journals)
             idle = 0.0 if moved != seen or busy else idle + passed
@@ -131,24 +132,24 @@ class Watch:
             if idle > 0.75 * self.limit:
                 self.alarm(Alarm(self.rank))
             if self._alarm is not None:
-                if not self._sent.wait(self.grace):
+                if not _until(self._sent.is_set, self.grace):
                     self._blame_keeper()
                 self._end()
                 return
 
     def _end(self) -> None:
         """The main thread has a moment to raise the verdict itself."""
-        if not self._judged.wait(4 * self.grace + MOMENT):
+        if not _until(self._judged.is_set, 4 * self.grace + MOMENT):
             self._blame_keeper()
-        if not self._closed.wait(self.grace + MOMENT):
+        if not _until(self._closed.is_set, self.grace + MOMENT):
             print(f"error: {self._verdict}", file=sys.stderr, flush=True)
             os._exit(EXIT_CODE)
 
     def _aborting(self, _: int) -> None:
         """In a thread of gloo's, which ends the process when it is sent more than it expects. Not at once."""
         self.alarm(Alarm(self.rank))
-        self._judged.wait(4 * self.grace)
-        time.sleep(MOMENT)
+        _until(self._judged.is_set, 4 * self.grace)
+        _until(lambda: False, MOMENT)
         print(f"error: {self._verdict}", file=sys.stderr, flush=True)
 
     def _judge(self, kind: str, text: str) -> None:
@@ -180,7 +181,7 @@ class Watch:
         self.alarm(first)
         self._sent.set()
         if first.failure:
-            time.sleep(0 if first.rank == self.rank else MOMENT)
+            _until(lambda: first.rank == self.rank, MOMENT)
             self._judge("failed", first.failure)
             return
         store.set(f"watch/{self.rank}", json.dumps(asdict(self._account())))
@@ -222,11 +223,15 @@ def watched(rank: int, size: int, limit: float) -> Iterator[Watch | None]:
 
 
 def _until(done: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
+    """Whether it is done within so many seconds. Time for which this process got no processor counts little: were we
+    held up, so were the others."""
+    left, tick = seconds, time.monotonic()
     while not done():
-        if time.monotonic() > end:
+        if left <= 0:
             return False
-        time.sleep(0.02)
+        time.sleep(NAP)
+        before, tick = tick, time.monotonic()
+        left -= min(tick - before, 2 * NAP)
     return True
 
 

@@ -90,7 +90,8 @@ def plan(
     counted = None
     first = ranking.plans[0]
     if dry:
-        counted = compare(dry_run(work, first.cuboid, first.choice), first, work)
+        backend = "gloo" if hw.direct else "nccl"
+        counted = compare(dry_run(work, first.cuboid, first.choice, backend=backend), first, work)
     if as_json:
         print(json.dumps(export(ranking, counted), indent=1))
     else:

@@ -1,15 +1,17 @@
 """The real model code of one rank, without the others and without data: what it calls, sends, computes and holds.
 
-Collectives go to a backend that does nothing and tensors have shapes alone, so a rank of thousands runs on any machine.
-It runs in a process of its own, which may belong to no other world. The backend does not hold on to what it is to
-send and sums are made here as for gloo, so the peak is compared with a plan for such a one.
+Collectives send nothing and tensors have shapes alone, so a rank of thousands runs on any machine. The rank calls what it
+would call on gloo or on NCCL, and as there a message's memory is held until it is awaited: what a step allocates, to the
+byte, whatever else the machine is doing. It runs in a process of its own, which may belong to no other world.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,12 +23,11 @@ from cuboid.mesh import Cuboid, Mesh
 from cuboid.model import Transformer
 from cuboid.parallel.cuboid import COMPUTE, CuboidParallel
 from cuboid.plan.layer import Choice, Work
-from cuboid.plan.memory import memory
 from cuboid.plan.search import Plan
-from cuboid.plan.sizes import Sizes
 
 MOST_RANKS = 4096  # of whom the groups take seconds to make
 NEAR = 0.1  # how far the peak, which has no exact formula, may be from the plan's
+LAUNCHES = ("all_gather_single", "all_reduce", "all_to_all_single", "reduce_scatter_single")
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,19 @@ class Comparison:
         return abs(self.planned / self.counted - 1) <= NEAR
 
 
-def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0) -> Counted:
-    """Of one micro-batch."""
+class _Held:
+    """A collective that keeps its tensors until it is awaited, as those of gloo and NCCL do."""
+
+    def __init__(self, launch: Callable[..., dist.Work], *tensors: Any, **options: Any) -> None:
+        self._work, self._tensors = launch(*tensors, **options), tensors
+
+    def wait(self) -> None:
+        self._tensors = ()
+        self._work.wait()
+
+
+def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: str = "gloo") -> Counted:
+    """Of one micro-batch, all ranks on one host."""
     if cuboid.ranks > MOST_RANKS:
         raise ValueError(f"a dry run of {cuboid.ranks} ranks is beyond {MOST_RANKS}; choose fewer devices")
     if not 0 <= rank < cuboid.ranks:
@@ -63,7 +75,7 @@ def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0) -> Counte
     work.config.check(cuboid, work.batch, work.seq)
     fork = get_context("fork")
     ours, theirs = fork.Pipe(duplex=False)
-    child = fork.Process(target=_play, args=(work, cuboid, choice, rank, theirs))
+    child = fork.Process(target=_play, args=(work, cuboid, choice, rank, backend, theirs))
     child.start()
     theirs.close()  # so that a child that dies ends the wait
     try:
@@ -75,8 +87,16 @@ def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0) -> Counte
     return found
 
 
-def _play(work: Work, cuboid: Cuboid, choice: Choice, rank: int, answer: Connection) -> None:
-    dist.init_process_group("fake", rank=rank, world_size=cuboid.ranks, store=FakeStore())
+def join_silent_world(rank: int, size: int, backend: str = "gloo") -> None:
+    """For a process that does nothing else: collectives are called as on this backend, and none sends anything."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    dist.get_backend = lambda group=None: backend
+    for name in LAUNCHES:
+        setattr(dist, name, partial(_Held, getattr(dist, name)))
+
+
+def _play(work: Work, cuboid: Cuboid, choice: Choice, rank: int, backend: str, answer: Connection) -> None:
+    join_silent_world(rank, cuboid.ranks, backend)
     mesh = Mesh(cuboid, rank)
     with FakeTensorMode():
         parallel = CuboidParallel(work.config, mesh, choice.policy, COMPUTE[work.precision], choice.schedule)
@@ -112,12 +132,5 @@ def compare(counted: Counted, plan: Plan, work: Work) -> list[Comparison]:
     found.append(Comparison("FLOPs", counted.flops, cost.flops, True))
     found.append(Comparison("bytes of parameters", counted.parameters, plan.memory["parameters"], True))
     found.append(Comparison("bytes saved for backward", counted.saved, cost.saved, True))
-    found.append(Comparison("bytes at the peak", counted.peak, peak_without_sending(plan, work), False))
+    found.append(Comparison("bytes at the peak", counted.peak, plan.peak, False))
     return found
-
-
-def peak_without_sending(plan: Plan, work: Work) -> int:
-    sizes = Sizes(work.config, [plan.cuboid], plan.hardware.node, work.batch, work.seq)
-    saved = np.array([plan.cost(work).saved])
-    hw = replace(plan.hardware, direct=True)
-    return int(memory(hw, work, sizes, plan.choice, saved, holds=False).peak[0])

@@ -43,12 +43,9 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def memory(
-    hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array, holds: bool = True, moments: bool = True
-) -> Memory:
-    """`saved` is what a forward leaves for backward, all layers' and the head's. `holds`: the backend keeps what it
-    sends until that is awaited, as gloo and NCCL do."""
-    held = _Held(hw, work, sizes, choice, saved, holds)
+def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array) -> Memory:
+    """`saved` is what a forward leaves for backward, all layers' and the head's."""
+    held = _Held(hw, work, sizes, choice, saved)
     parameters = sizes.parameters * STORED
     earlier = parameters if work.micro_batches > 1 else np.zeros_like(parameters)
     found = [(gradients + earlier, *others) for gradients, *others in held.moments()] + [held.data()]
@@ -56,7 +53,7 @@ def memory(
     gradients, activations, buffers = (
         np.choose(which, [moment[i] for moment in found]).astype(np.int64) for i in range(3)
     )
-    return Memory(parameters, gradients, (2 if moments else 0) * parameters, activations, buffers)
+    return Memory(parameters, gradients, 2 * parameters, activations, buffers)
 
 
 #: Gradients, activations, buffers.
@@ -64,7 +61,7 @@ Moment = tuple[Array, Array, Array]
 
 
 class _Held:
-    def __init__(self, hw: Hardware, work: Work, s: Sizes, choice: Choice, saved: Array, holds: bool) -> None:
+    def __init__(self, hw: Hardware, work: Work, s: Sizes, choice: Choice, saved: Array) -> None:
         self.c, self.s, self.choice, self.saved = work.config, s, choice, saved
         self.e, self.micro_batches = ITEMSIZE[work.precision], work.micro_batches
         self.wide, self.low = max(self.e, 4), self.e < 4
@@ -73,13 +70,11 @@ class _Held:
         self.whole = added(w.n * w.k for w in s.block_weights) * self.e
         self.shard = sum(w.shard for w in s.block_weights) * STORED
         self.direct = hw.direct or self.low
-        self.copying = holds and hw.direct
-        # a reduce-scatter over x: what is sent (of two ranks our own part of the sum lies in it), what is received
-        self.sent = holds | (s.x == 2)
-        self.way = self.sent + self.received(s.x)
+        self.copying = hw.direct
+        self.way = 1 + self.received(s.x)  # a reduce-scatter over x: what is sent until it is awaited, and received
         one = added(w.shard for w in s.block_weights) * self.e
         filled = np.logical_or.reduce([w.shard * s.x != w.n * w.k for w in s.block_weights])
-        sent = np.maximum(one * (self.low | filled), self.copies("x", one)) * holds  # else as the shards lie
+        sent = np.maximum(one * (self.low | filled), self.copies("x", one))  # else as the shards lie
         self.coming = self.apart * (self.whole + sent)  # a layer's weights on their way
         self.head_saved = self.m // s.y * s.d * self.e + s.head_weight.shard * STORED
         self.layer = (saved - self.head_saved) // max(work.config.layers, 1)
@@ -148,7 +143,7 @@ class _Held:
         copy = np.where(uneven, whole, narrow)  # … or filled up
         received = self.received(s.x) * whole
         launch = np.where(self.apart, narrow + uneven * whole + received, narrow + self.low * w.shard * STORED)
-        flying = np.where(self.apart, self.sent * copy + received, self.low * w.shard * STORED)
+        flying = np.where(self.apart, copy + received, self.low * w.shard * STORED)
         landing = np.where(self.apart, received + (s.x == 2) * copy + self.summed(s.x, whole), flying)
         sums = self.summed(s.y, dX)
         most = np.maximum.reduce([launch, sums + flying, np.minimum(sums, dX // s.y) + landing])
@@ -212,7 +207,7 @@ class _Held:
         alone = self.whole + (self.low + 2 * (self.s.data > 1) * (self.micro_batches == 1)) * self.shard
         flying = (1 + self.received(self.s.x)) * self.whole
         if j > MOST_IN_FLIGHT:  # the first of those on their way lands: what it sent goes, unless part of the sum
-            gone = self.sent * (self.s.x > 2) * self.whole
+            gone = (self.s.x > 2) * self.whole
             flying = flying + np.maximum(self.summed(self.s.x, self.whole) - gone, 0)
         small = added(w.n * w.k * (w.shard * self.e < LEAST_ALONE) for w in self.s.block_weights) * self.e
         layer = np.where(self.apart, np.maximum(self.whole + small, flying), alone)  # small ones packed, or on its way
