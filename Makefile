@@ -1,14 +1,20 @@
-# Two commands: `make demo` and `make test`. Each sets up everything it needs in .venv.
+# Two commands: `make demo` and `make test`. Each sets up everything it needs in .venv. CONTRIBUTING.md has the others.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-all stress coverage lint format clean
 demo: $(VENV)/.installed
 	$(BIN)/cuboid train
 
 test: lint
 	$(BIN)/pytest
+
+test-all: lint
+	$(if $(LARGE),CUBOID_LARGE=1) $(BIN)/pytest -m '' --durations 20
+
+stress: $(VENV)/.installed
+	$(BIN)/python tests/stress.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

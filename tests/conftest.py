@@ -1,92 +1,86 @@
-"""Ranks for the tests: forked once per count, used by every test that asks.
+"""The session: one temporary folder, which is removed, no process left behind, and how to repeat a failure alone.
 
-Backward runs in those ranks alone, never in this process: what autograd leaves behind does not survive a
-fork.
+The process that only hands tests to workers loads nothing else; workers also load `ranks.py`.
 """
 
 import os
+import shlex
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+import time
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
+import counts
 import pytest
-import torch
-from hypothesis import settings
-from texts import write_tokenizer
-from tiny import Cuboid, Said
+import stress
 
-from cuboid.cli import main
-from cuboid.launch import Pool
-
-torch.set_num_threads(1)
+#: The temporary folder. Its name also marks, in their environment, the processes that the suite starts.
+SESSION = pytest.StashKey[Path]()
 
 
-def product_in_bf16_is_refused() -> bool:
-    """Some virtual machines show AMX and do not have it: the process then ends at its first product in bf16."""
-    child = os.fork()
-    if child == 0:
-        half = torch.ones(64, 64, dtype=torch.bfloat16)
-        torch.mm(half, half)
-        os._exit(0)
-    return os.waitpid(child, 0)[1] != 0
+def is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")  # of pytest-xdist
 
 
-if product_in_bf16_is_refused():  # read at the first of oneDNN's products, here and in ranks
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
-
-settings.register_profile("stable", derandomize=True, deadline=None)  # the same examples on any machine
-settings.load_profile("stable")
-
-
-#: Pools that stay up. Ranks that only wait still cost a hundredth of a core each; new ones start in tenths of a second.
-MOST_POOLS = 2
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if not is_worker(config):
+        config.stash[SESSION] = folder = Path(tempfile.mkdtemp(prefix="cuboid-tests-"))
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    if is_worker(config) or not config.option.numprocesses:
+        config.pluginmanager.import_plugin("ranks")
 
 
-class ReusedPool(Pool):
-    closed = False
-
-    def close(self, kill: bool = False) -> None:
-        if not self.closed:
-            super().close(kill)
-        self.closed = True
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Callable[[int], Pool]]:
-    """pool(P): P ranks, the same ones again and again unless a failure has ended them or other counts were needed."""
-    pools: dict[int, ReusedPool] = {}
-
-    def of(ranks: int) -> Pool:
-        found = pools.pop(ranks, None)
-        if found is None or found.closed:
-            found = ReusedPool(ranks)
-        pools[ranks] = found  # the last used is last
-        for idle in list(pools)[:-MOST_POOLS]:
-            pools.pop(idle).close()
-        return found
-
-    yield of
-    for each in pools.values():
-        each.close()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, Any, Any]:
+    """Nothing the suite has started may outlive it."""
+    result = yield
+    if not is_worker(session.config):
+        left = processes_left(session.config.stash[SESSION])
+        if left:
+            print("\nprocesses that the suite has left behind, now killed:", *left, sep="\n  ", file=sys.stderr)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    return result
 
 
-@pytest.fixture
-def cuboid(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cuboid:
-    """The command in this process, which spares the seconds that importing torch takes, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: object) -> Said:
-        monkeypatch.setattr(sys, "argv", ["cuboid", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capfd.readouterr()
-        return Said(int(ended.value.code or 0), out, err)
-
-    return run
+def pytest_unconfigure(config: pytest.Config) -> None:
+    folder = config.stash.get(SESSION, None)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture
-def bpe(tmp_path: Path) -> Path:
-    folder = tmp_path / "a tokenizer"
-    folder.mkdir()
-    return write_tokenizer(folder)
+def processes_left(folder: Path) -> list[str]:
+    """After a while in which they may end. They have this session's folder in their environment, this process has not:
+    it was set after it began."""
+    mark, names = f"TMPDIR={folder}\0".encode(), dict[int, str]()
+    for last in [False] * 100 + [True]:
+        names.clear()
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (process / "environ").read_bytes() + b"\0":
+                    names[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+            except OSError:  # it has ended, or is somebody else's
+                continue
+        if not names or last:
+            break
+        time.sleep(0.1)
+    for process_id in names:
+        os.kill(process_id, 9)
+    return [f"{process_id} {name}" for process_id, name in names.items()]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        command = ["pytest", "-n", "0", "-m", "", f"{item.path.relative_to(item.config.rootpath)}::{item.name}"]
+        report.sections.append(("to repeat this one alone", f"{stress.variables()}{shlex.join(command)}"))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    terminalreporter.section("what was run")
+    terminalreporter.write_line(counts.summary(config.option.markexpr))

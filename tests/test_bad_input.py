@@ -3,7 +3,6 @@
 Ranks all refuse alike, and before any collective: none is left waiting for another.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -88,16 +87,15 @@ def wrong_seq(world: World, mesh: Mesh) -> None:
     CuboidParallel(GPT2, mesh).place(batch=2, seq=17)
 
 
-def refusal_of(world: World, attempt: Callable[[World, Mesh], None]) -> tuple[str, dict[str, Any], float]:
+def refusal_of(world: World, attempt: Callable[[World, Mesh], None]) -> tuple[str, dict[str, Any]]:
     mesh = Mesh(Cuboid(1, 2, 1, data=2), world.rank)
-    start = time.monotonic()
     try:
         attempt(world, mesh)
     except ValueError as error:
-        return str(error), mesh.ledger.counts(), time.monotonic() - start
+        return str(error), mesh.ledger.counts()
     finally:
         mesh.close()
-    return "not refused", {}, 0.0
+    return "not refused", {}
 
 
 @pytest.mark.parametrize(
@@ -114,11 +112,10 @@ def test_every_rank_refuses_before_any_collective(
     attempt: Callable[[World, Mesh], None], text: str, pool: Callable[[int], Pool]
 ) -> None:
     refusals = pool(4).run(refusal_of, attempt)
-    assert len({message for message, _, _ in refusals}) == 1
-    for message, traffic, seconds in refusals:
+    assert len({message for message, _ in refusals}) == 1
+    for message, traffic in refusals:
         assert message.startswith(text)
         assert traffic == {}
-        assert seconds < 10  # a rank that waited for another would wait for ten minutes
 
 
 def test_a_refusal_reaches_the_caller(pool: Callable[[int], Pool]) -> None:

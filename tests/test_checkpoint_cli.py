@@ -39,21 +39,21 @@ def steps(run: Path) -> list[int]:
 
 def test_a_run_goes_on_from_the_newest_good_checkpoint(cuboid: Cuboid, tmp_path: Path) -> None:
     run = tmp_path / "a run"
-    assert cuboid(*words(write_text(tmp_path), run, "2,2,2")).code == 0
+    assert cuboid(*words(write_text(tmp_path), run, "1,2,2")).code == 0
     before, folder = losses(run), run / "checkpoints"
-    flip(folder / "step-00000004" / "rank-00005.safetensors")
+    flip(folder / "step-00000004" / "rank-00003.safetensors")
     (folder / "step-00000003" / "tensors.json").unlink()
     sampled = cuboid("sample", run, "--prompt", "ab", "--tokens", 3)
     assert sampled.code == 0, sampled.err
-    assert "step-00000004 is damaged: rank-00005.safetensors" in sampled.err
+    assert "step-00000004 is damaged: rank-00003.safetensors" in sampled.err
     assert sampled.out == cuboid("sample", folder / "step-00000002", "--prompt", "ab", "--tokens", 3).out
     refused = cuboid("train", "--resume", folder / "step-00000004")
     assert refused.code == 2
-    assert "step-00000004 is damaged: rank-00005.safetensors missing or changed" in refused.err
+    assert "step-00000004 is damaged: rank-00003.safetensors missing or changed" in refused.err
     said = cuboid("train", "--resume", run)
     assert said.code == 0, said.err
     assert "resumed after step 2" in said.out
-    for text in ("step-00000004 is damaged: rank-00005.safetensors", "step-00000003 is damaged: tensors.json"):
+    for text in ("step-00000004 is damaged: rank-00003.safetensors", "step-00000003 is damaged: tensors.json"):
         assert said.err.count(text) == 1
     assert said.err.count("step-00000002 is used instead") == 2
     assert losses(run) == before

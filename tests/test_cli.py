@@ -8,10 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from commands import started
 from tiny import Cuboid, Said, on, sets, settings, write_text
 
 from cuboid.cli import train as command
@@ -23,6 +23,11 @@ CUBOID = str(Path(sys.executable).with_name("cuboid"))
 
 def steps_of(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def contents(run: Path) -> dict[Path, tuple[int, int]]:
+    """Sizes and times of change; reading changes the time of access alone."""
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in run.rglob("*")}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +115,7 @@ def test_bad_input_ends_in_one_message(words: list[str], said: list[str], cuboid
 
 def test_a_refused_resumption_changes_nothing(finished: tuple[Path, Said], cuboid: Cuboid, tmp_path: Path) -> None:
     run = finished[0]
-    before = {path: path.stat() for path in run.rglob("*")}
+    before = contents(run)
     for change, said in (("model.hidden=64", "model.hidden=32 (here 64)"), ("data.seed=7", "data.seed = 0")):
         found = cuboid("train", "--resume", run, "--set", change)
         assert found.code == 2
@@ -125,7 +130,7 @@ def test_a_refused_resumption_changes_nothing(finished: tuple[Path, Said], cuboi
     found = cuboid("train", "--resume", run, "--set", f"logging.folder={other}")
     assert found.code == 2
     assert "is not empty; resume the run in it or choose another folder" in found.err
-    assert {path: path.stat() for path in run.rglob("*")} == before
+    assert contents(run) == before
 
 
 @pytest.mark.parametrize(
@@ -160,21 +165,12 @@ def test_a_fault_of_ours_shows_where_it_was(cuboid: Cuboid, monkeypatch: pytest.
 def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path, cuboid: Cuboid) -> None:
     run = tmp_path / "run"
     changes = [*on("2,1,1"), "schedule.steps=1000000", f"logging.folder={run}"]
-    words = [CUBOID, "train", "--trace", "999998", *sets(settings(write_text(tmp_path), *changes))]
-    process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 600
-        while last_step(run) < 4:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-        out, err = process.communicate(timeout=600)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, err
+    words = ["train", "--trace", 999998, *sets(settings(write_text(tmp_path), *changes))]
+    with started(*words, folder=tmp_path) as command:
+        command.wait_for(lambda: last_step(run) >= 4)
+        os.killpg(command.pid, signal.SIGINT)  # as a terminal does: to all of them
+        code, out, err = command.said()
+    assert code == 0, err
     assert err == ""
     told = re.search(r"Stopped after step (\d+) of 1000000; all is saved. Go on with:\n  cuboid (.*)", out)
     assert told

@@ -13,6 +13,7 @@ import namespaces
 import pytest
 import torch
 import torch.distributed as dist
+from commands import HUNG
 
 from cuboid import cluster
 from cuboid.cluster import Cluster, bits_per_second, sent, try_hosts
@@ -134,7 +135,7 @@ def test_nothing_shows_and_nothing_stays() -> None:
 def own(pipe: connection.Connection) -> None:
     with Cluster(2) as hosts:
         pipe.send(hosts.keeper)
-        time.sleep(120)
+        time.sleep(2 * HUNG)
 
 
 @namespaces.needed
@@ -146,7 +147,7 @@ def test_hosts_end_when_their_owner_is_killed() -> None:
     assert alive(keeper)
     owner.kill()
     owner.join()
-    end = time.monotonic() + 30
+    end = time.monotonic() + HUNG
     while alive(keeper) and time.monotonic() < end:
         time.sleep(0.01)
     assert not alive(keeper)

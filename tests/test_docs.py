@@ -1,5 +1,6 @@
-"""Every code block of docs/ runs: TOML is saved under the name in its first line, Python and commands are executed."""
+"""Every code block of README.md and docs/ runs: TOML is saved under the name in its first line, others are executed."""
 
+import json
 import os
 import re
 import shlex
@@ -11,11 +12,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+from commands import HUNG
 from typer.testing import CliRunner
 
 from cuboid.cli import app
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS, README = ROOT / "docs", ROOT / "README.md"
 BIN = Path(sys.executable).parent
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 
@@ -70,20 +73,36 @@ def run_bash(text: str) -> None:
             for node in nodes
         ]
         for each in here:
-            out, _ = each.communicate(timeout=300)
+            out, _ = each.communicate(timeout=HUNG)
             assert each.returncode == 0, (line, out)
 
 
 RUN = {"toml": run_toml, "python": run_python, "bash": run_bash}
 
 
-@pytest.mark.parametrize("name", ["quickstart.md", "your-own-model.md", "checkpoints.md", "cluster.md"])
+@pytest.mark.parametrize(
+    "name",
+    ["quickstart.md", "your-own-model.md", "checkpoints.md", pytest.param("cluster.md", marks=pytest.mark.slow)],
+)
 def test_every_block_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = blocks(name)
     assert found
     for kind, text in found:
         RUN[kind](text)
+
+
+def test_the_readme(capfd: pytest.CaptureFixture[str]) -> None:
+    text = README.read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    run_python(example)
+    losses = json.loads(capfd.readouterr().out)
+    assert len(losses) == 8
+    assert len(set(losses)) == 1
+    (command,) = re.findall(r"^    cuboid (verify --cuboid .*)$", text, re.M)
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 0, done.output
+    assert "The cuboid is exact." in done.stdout
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)

@@ -1,6 +1,6 @@
 """Two hosts of four ranks. One is lost in the middle of a run, and comes back: the run goes on with what there is.
 
-It takes some minutes, so it is run on request: CUBOID_LOSE_HOSTS=1.
+Hosts are given time: one that is merely slow must not pass for one that is lost.
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import namespaces
 import pytest
+from commands import HUNG
 from test_cluster import alive
 from tiny import curve, furthest, losses, on, settings, tiny, write_text
 
@@ -23,7 +24,6 @@ from cuboid.cluster import Cluster, Host
 from cuboid.launch import Pool
 from cuboid.train.kills import last_step, ranks_of
 
-asked = pytest.mark.skipif("CUBOID_LOSE_HOSTS" not in os.environ, reason="takes minutes; set CUBOID_LOSE_HOSTS=1")
 CHANGES = [
     "model.layers=2",
     "model.hidden=64",
@@ -33,10 +33,10 @@ CHANGES = [
     "optimizer.lr=0.001",
     "schedule.steps=1000000",
     "checkpoint.every=5",
-    "watch.timeout=15",
+    "watch.timeout=40",
     "cuboid.others=1x2x2",
 ]
-CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2,read_timeout=10"
+CONF = "keep_alive_interval=2,keep_alive_max_attempt=10,last_call_timeout=20,read_timeout=60"
 
 
 class Agents:
@@ -68,7 +68,7 @@ class Agents:
         self.running[i].kill()
         self.running[i].wait()
         assert len(ranks) == 4
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HUNG
         while any(map(alive, ranks)):
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -83,21 +83,21 @@ class Agents:
             if agent.poll() is None:
                 agent.terminate()
         for agent in self.running.values():
-            agent.wait(120)
+            agent.wait(HUNG)
 
     def said(self, i: int = 0) -> str:
         return (self.folder / f"host{i}.txt").read_text()
 
 
 def wait_for(agents: Agents, what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 900
+    deadline = time.monotonic() + 2 * HUNG
     while not what():
         assert agents.running[0].poll() is None, agents.said()
         assert time.monotonic() < deadline, agents.said() + agents.said(1)
         time.sleep(0.1)
 
 
-@asked
+@pytest.mark.slow
 @namespaces.needed
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_host_is_lost_and_comes_back(how: str, tmp_path: Path, pool: Callable[[int], Pool]) -> None:
@@ -137,7 +137,7 @@ def test_a_host_is_lost_and_comes_back(how: str, tmp_path: Path, pool: Callable[
         seconds["until 8 ranks trained"] = time.monotonic() - back
         further(10)
         os.killpg(agents.running[0].pid, signal.SIGTERM)
-        agents.running[0].wait(120)
+        agents.running[0].wait(HUNG)
         agents.end()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))

@@ -46,8 +46,12 @@ def without_cache(config: ModelConfig, count: int) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
+CUBOIDS = [Cuboid(1, 2, 2), Cuboid(1, 2, 1, data=2)]
+CUBOIDS += [pytest.param(each, marks=pytest.mark.slow) for each in (Cuboid(), Cuboid(2, 2, 2))]
+
+
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("cuboid", [Cuboid(), Cuboid(1, 2, 2), Cuboid(2, 2, 2), Cuboid(1, 2, 1, data=2)], ids=str)
+@pytest.mark.parametrize("cuboid", CUBOIDS, ids=str)
 def test_the_same_tokens_on_every_cuboid(config: ModelConfig, cuboid: Cuboid, pool: Pools) -> None:
     wanted = without_cache(config, 8)
     assert len(set(wanted)) > 3  # not one token over and over

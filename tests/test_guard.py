@@ -232,7 +232,7 @@ def test_who_is_wrong_is_named(cuboid: str, where: str, rank: int, said: str, te
 @pytest.mark.parametrize("cuboid", ["2,3,2", "2,1,2,2"])
 def test_who_is_right_is_not(cuboid: str, text: Path, pool: Pools) -> None:
     config = tiny(text, *on(cuboid), *UNEVEN, "guard.check_every=1")
-    pool(ranks_of(config)).run(run_checked, config, 8)
+    pool(ranks_of(config)).run(run_checked, config, 4)
 
 
 def run_checked(world: World, config: TrainConfig, steps: int) -> None:

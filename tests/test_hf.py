@@ -78,8 +78,15 @@ def step(world: World, folder: Path, cuboid: Cuboid, tokens: Tensor) -> dict[str
     return errors
 
 
-@pytest.mark.parametrize("name", pretrained.CONFIGS)
-@pytest.mark.parametrize("cuboid", GRIDS, ids=str)
+#: Each model on one grid of several axes, in turn; in the slow tests on all.
+EVERY = [
+    pytest.param(name, grid, id=f"{name}-{grid}", marks=[pytest.mark.slow] * (grid is not GRIDS[1 + i % 2]))
+    for i, name in enumerate(pretrained.CONFIGS)
+    for grid in GRIDS
+]
+
+
+@pytest.mark.parametrize(("name", "cuboid"), EVERY)
 def test_loss_logits_and_gradients(name: str, cuboid: Cuboid, folders: Callable[[str], Path], pool: Pools) -> None:
     folder = folders(name)
     errors = pool(cuboid.ranks).run(step, folder, cuboid, pretrained.tokens_for(folder))[0]

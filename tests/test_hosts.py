@@ -9,12 +9,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import namespaces
+import pytest
+from commands import HUNG
 from tiny import curve, losses, on, settings, tiny, write_text
 
 from cuboid.cluster import Cluster
 from cuboid.launch import Pool
 
 
+@pytest.mark.slow
 @namespaces.needed
 def test_two_hosts_train_as_one(tmp_path: Path, pool: Callable[[int], Pool]) -> None:
     text, run = write_text(tmp_path), tmp_path / "run"
@@ -37,7 +40,7 @@ def test_two_hosts_train_as_one(tmp_path: Path, pool: Callable[[int], Pool]) -> 
             )
             cleanup.callback(end, agent)
             agents.append(agent)
-        said = [agent.communicate(timeout=600)[0] for agent in agents]
+        said = [agent.communicate(timeout=HUNG)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert ["4 steps in" in each for each in said] == [True, False]  # rank 0 speaks for all
     found = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -48,4 +51,4 @@ def end(agent: "subprocess.Popen[str]") -> None:
     """Asked to end, an agent ends its ranks too, which are in sessions of their own."""
     if agent.poll() is None:
         agent.terminate()
-        agent.wait(60)
+        agent.wait(HUNG)

@@ -6,13 +6,14 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from itertools import count
+from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from counts import count
 from tiny import on, said_to_resuming, tiny, write_text
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from cuboid.train.writer import Writer
 
 Pools = Callable[[int], Pool]
 STEPS = (1, 2, 3)
-CORRUPTIONS = int(os.environ.get("CUBOID_CORRUPTIONS", "60"))
+CORRUPTIONS = count("corrupted checkpoints")
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def resumed(world: World, config: TrainConfig, good: Path, runs: list[Path]) -> 
 def test_whatever_is_corrupted_is_noticed_and_what_is_good_is_used(
     run: Path, config: TrainConfig, tmp_path: Path, pool: Pools
 ) -> None:
-    """CUBOID_CORRUPTIONS=1000 for as many. Every bit of what is used is as it was written."""
+    """Every bit of what is used is as it was written."""
     good, runs, kinds, wanted = contents(run), [], [], []
     for seed in range(CORRUPTIONS):
         copy = shutil.copytree(run, tmp_path / str(seed), copy_function=os.link)
@@ -322,7 +323,7 @@ def killed(world: World, config: TrainConfig, folder: Path, at: int) -> None:
     writer = Writer(folder, trainer.model, keep=1, background=False)
     trainer.resume(folder)
     trainer.step()
-    calls = count()
+    calls = numbers()
 
     def dying(do: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
@@ -341,7 +342,7 @@ def killed(world: World, config: TrainConfig, folder: Path, at: int) -> None:
 def test_killed_at_any_moment_of_a_save(run: Path, config: TrainConfig, tmp_path: Path) -> None:
     alone = tiny(Path(config.data.paths[0]), *on("1,1,1"))
     wholes, ended = [], []
-    for at in count():
+    for at in numbers():
         folder = tmp_path / str(at)
         shutil.copytree(run / "checkpoints" / "step-00000001", folder / "step-00000001")
         try:

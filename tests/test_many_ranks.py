@@ -20,6 +20,7 @@ def ranks() -> Iterator[Pool]:
         yield pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "case"),
     [

@@ -23,6 +23,8 @@ from cuboid.parallel.cuboid import SPECS, CuboidParallel
 from cuboid.product import Linear, Out
 from cuboid.weights import Bucket, Weights
 
+pytestmark = pytest.mark.slow
+
 GPT2 = ModelConfig("gpt2", layers=1, hidden=24, heads=12, vocab=37, context=16, ffn=40)
 LLAMA = ModelConfig("llama", layers=1, hidden=24, heads=12, kv_heads=2, vocab=37, ffn=40)
 

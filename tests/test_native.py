@@ -50,6 +50,10 @@ CASES = [
 ]
 
 
+def name_of(case: Case) -> str:
+    return f"{case.config.family}-{case.fsdp}x{case.tp}{'-ideal' * case.ideal}"
+
+
 class Outcome(NamedTuple):
     """Of one rank and the second of two steps; only rank 0 looks for errors."""
 
@@ -133,7 +137,10 @@ def against_serial(
     return outcome._replace(errors=errors, serial_flops=flops.get_total_flops())
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.config.family}-{c.fsdp}x{c.tp}{'-ideal' * c.ideal}")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.fsdp * case.tp > 4), id=name_of(case)) for case in CASES],
+)
 def test_it_is_the_serial_model_and_sends_what_the_formula_says(pool, case: Case) -> None:
     ranks: list[Outcome] = pool(case.fsdp * case.tp).run(compare, case)
     assert {name: error for name, error in ranks[0].errors.items() if not error <= EXACT} == {}
@@ -164,6 +171,7 @@ def on_the_wire(world: World, fsdp: int, tp: int, ideal: bool) -> tuple[int, int
     return sum(wire_bytes(counts).values()), after - before
 
 
+@pytest.mark.slow
 @namespaces.needed
 def test_the_formula_is_what_the_kernel_counts() -> None:
     with Cluster(1) as host, Pool(4, host, ranks_per_host=4) as pool:
@@ -190,6 +198,7 @@ def again_and_again(world: World) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_models_do_not_disturb_each_other(pool) -> None:
     """DTensor remembers meshes and placements that it takes for equal."""
     losses = pool(4).run(again_and_again)[0]

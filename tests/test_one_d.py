@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from sharded import Case, batch_of, compare, relative, wrong
+from silent import ends, silently
 
 from cuboid.config import ModelConfig
 from cuboid.cost.one_d import one_d_cost
@@ -60,10 +61,17 @@ def in_sequence(case: Case, mesh: Mesh) -> Parallel:
     return OneD(case.config, mesh, sequence=True, head_elements=FEW_LOGITS)
 
 
-@pytest.mark.parametrize("parallel", [plain, in_sequence])
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_step_is_the_step_on_one_device(case: Case, parallel: Callable[..., Parallel], pool: Pools) -> None:
-    assert not wrong(pool(case.cuboid.ranks).run(compare, case, parallel)[0])
+#: Each case with one of the two, in turn; in the slow tests with both.
+BOTH = [
+    pytest.param(case, sequence, id=f"{name_of(case)}-{name}", marks=[pytest.mark.slow] * ((i % 2 == 1) != sequence))
+    for i, case in enumerate(CASES)
+    for sequence, name in ((False, "plain"), (True, "sequence"))
+]
+
+
+@pytest.mark.parametrize(("case", "sequence"), BOTH)
+def test_step_is_the_step_on_one_device(case: Case, sequence: bool, pool: Pools) -> None:
+    assert not wrong(pool(case.cuboid.ranks).run(compare, case, in_sequence if sequence else plain)[0])
 
 
 def step(parallel: Parallel, case: Case, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -96,10 +104,10 @@ def counted(world: World, case: Case, sequence: bool) -> tuple[Counts, Counts]:
     return found, Counts(cost.counts(), cost.flops, cost.matrices, cost.vectors)
 
 
-@VARIANTS
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_counts_are_the_formulas(case: Case, sequence: bool, pool: Pools) -> None:
-    for found, predicted in pool(case.cuboid.ranks).run(counted, case, sequence):
+@pytest.mark.parametrize(("case", "sequence"), BOTH)
+def test_counts_are_the_formulas(case: Case, sequence: bool) -> None:
+    size = case.cuboid.ranks
+    for found, predicted in silently(ends(size), size, counted, case, sequence):
         assert found == predicted
 
 

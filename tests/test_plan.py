@@ -1,12 +1,12 @@
 """The planner: its schedule adds up to the formulas, its memory and dry runs to what really happens."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
 
 import numpy as np
 import pytest
 import torch
+from silent import silently
 
 from cuboid.config import ModelConfig
 from cuboid.cost.cuboid import step_cost
@@ -16,7 +16,7 @@ from cuboid.mesh import AXES, Cuboid, Mesh, factorisations
 from cuboid.mesh import orders as every_order
 from cuboid.model import Transformer
 from cuboid.parallel.cuboid import CuboidParallel, Policy
-from cuboid.plan.dry import compare, dry_run, peak_without_sending
+from cuboid.plan.dry import compare, dry_run
 from cuboid.plan.explain import nothing_fits, why
 from cuboid.plan.hardware import PRESETS, Link, every_kind
 from cuboid.plan.layer import ITEMSIZE, Choice, Work
@@ -205,21 +205,21 @@ def test_hidden_weights_and_parts_pay() -> None:
 # Memory and dry runs
 
 
-def peak(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> int:
-    """Of a training step of rank 0: the meter slows a rank down, so the others go without."""
-    mesh = Mesh(cuboid, world.rank)
-    parallel = CuboidParallel(work.config, mesh, choice.policy, schedule=choice.schedule)
-    model = Transformer(parallel, recompute=choice.recompute)
-    place = parallel.place(work.batch, work.seq)
-    ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
-    memory = Memory(model)
-    with memory if world.rank == 0 else nullcontext():
-        optimizer = adamw(model, OptimizerSection())
-        model(ids, ids, place).backward()
-        model.gradient_norm()
-        optimizer.step()
-    mesh.close()
-    return memory.peak
+def peaks(world: World, work: Work, choices: list[tuple[Cuboid, Choice]]) -> list[int]:
+    """Of training steps of rank 0."""
+    found = []
+    for cuboid, choice in choices:
+        parallel = CuboidParallel(work.config, Mesh(cuboid, world.rank), choice.policy, schedule=choice.schedule)
+        model = Transformer(parallel, recompute=choice.recompute)
+        place = parallel.place(work.batch, work.seq)
+        ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
+        with Memory(model) as memory:
+            optimizer = adamw(model, OptimizerSection())
+            model(ids, ids, place).backward()
+            model.gradient_norm()
+            optimizer.step()
+        found.append(memory.peak)
+    return found
 
 
 SMALL = {
@@ -234,27 +234,33 @@ SMALL = {
 }
 
 
+CHOICES = [(Cuboid(2, 2, 2), Choice()), (Cuboid(4, 2, 1), Choice("full")), (Cuboid(8, 1, 1), Choice())]
+
+
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize(
-    ("shape", "choice"), [((2, 2, 2), Choice()), ((4, 2, 1), Choice("full")), ((8, 1, 1), Choice())]
-)
-def test_memory_is_the_measured_peak(pool, name: str, shape: tuple[int, int, int], choice: Choice) -> None:
+def test_memory_is_the_measured_peak(name: str) -> None:
     config, batch = SMALL[name]
-    work, cuboid = Work(config, batch, config.context, "fp32"), Cuboid(*shape)
-    measured, planned = pool(8).run(peak, work, cuboid, choice)[0], predict(CPU, work, cuboid, choice).peak
-    print(
-        f"{name}, {cuboid}: {measured:,} bytes measured, {planned / measured - 1:+.1%} planned"
-    )  # pytest -rP shows it
-    assert planned == pytest.approx(measured, rel=0.1)  # gloo's threads may hold what has arrived a little longer
+    work = Work(config, batch, config.context, "fp32")
+    (found,) = silently([0], 8, peaks, work, CHOICES)
+    for (cuboid, choice), measured in zip(CHOICES, found, strict=True):
+        planned = predict(CPU, work, cuboid, choice).peak
+        print(f"{name}, {cuboid}: {measured:,} bytes measured, {planned / measured - 1:+.1%} planned")  # pytest -rP
+        assert planned == pytest.approx(measured, rel=0.05), cuboid
+
+
+def test_memory_is_that_of_ranks_that_send(pool) -> None:
+    """The least of five steps: a thread of gloo's may hold what has arrived a little longer."""
+    work, choices = Work(ModelConfig("gpt2", 2, 64, 8, 300, 16), 8, 16, "fp32"), CHOICES[:1]
+    ((silent,),) = silently([0], 8, peaks, work, choices)
+    assert min(pool(8).run(peaks, work, choices * 5)[0]) == pytest.approx(silent, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("cuboid", "special"),
     [
         (Cuboid(8, 4, 2), {}),
-        (Cuboid(8, 4, 2), {"qk_norm": True}),
-        (Cuboid(8, 4, 2), {"qkv_bias": True}),
-        (Cuboid(8, 16, 4), {}),
+        (Cuboid(8, 4, 2), {"qk_norm": True, "qkv_bias": True}),
+        pytest.param(Cuboid(8, 16, 4), {}, marks=pytest.mark.slow),
         (Cuboid(64, 16, 4), {}),
     ],
     ids=str,
@@ -263,17 +269,16 @@ def test_a_dry_run_is_the_plans(cuboid: Cuboid, special: dict[str, bool]) -> Non
     """64, 512 and 4,096 ranks."""
     config = ModelConfig("llama", layers=2, hidden=1024, heads=64, kv_heads=8, vocab=5000, context=512, **special)
     work, choice = Work(config, 64, 256), Choice("selective", Policy("retain"), PARTS if cuboid.x < 64 else Schedule())
-    found = compare(dry_run(work, cuboid, choice), predict(H100, work, cuboid, choice), work)
+    found = compare(dry_run(work, cuboid, choice, backend="nccl"), predict(H100, work, cuboid, choice), work)
     assert [each.what for each in found if not each.ok] == []
     assert {"x all_gather, bytes", "FLOPs", "bytes saved for backward"} <= {each.what for each in found}
 
 
-@pytest.mark.parametrize("cuboid", [Cuboid(8, 1, 1), Cuboid(2, 2, 2)], ids=str)
-def test_a_dry_run_peaks_where_planned(cuboid: Cuboid) -> None:
+def test_a_dry_run_peaks_where_planned() -> None:
     """Few tokens: the table and its gradient are most of it."""
-    work = Work(MODELS["gpt2-124m"], 8, 128, "fp32")
-    plan = predict(H100, work, cuboid, Choice())
-    assert peak_without_sending(plan, work) == pytest.approx(dry_run(work, cuboid, Choice()).peak, rel=0.02)
+    work, cuboid = Work(MODELS["gpt2-124m"].replace(layers=2), 8, 128, "fp32"), Cuboid(2, 2, 2)
+    counted = dry_run(work, cuboid, Choice(), backend="nccl")
+    assert predict(H100, work, cuboid, Choice()).peak == pytest.approx(counted.peak, rel=0.02)
 
 
 # Search
@@ -321,13 +326,13 @@ def test_what_does_not_fit_says_what_would() -> None:
     said = nothing_fits(ranking)
     assert "GB a device of 78 GB" in said
     assert "devices would" in said
-    long = Work(MODELS["gpt3-6.7b"], 256, 2048)
+    long = Work(MODELS["gpt3-6.7b"], 64, 2048)
     said = nothing_fits(rank(A100, long, 8))
     assert "--micro-batches" in said
     count = int(said.split("--micro-batches ")[1].split()[0])
-    assert rank(A100, replace(long, batch=256 // count, micro_batches=count), 8).plans
-    narrow, work = Cuboid(1, 8, 1), Work(MODELS["llama-3-8b"], 4096, 4096)
+    assert rank(A100, replace(long, batch=64 // count, micro_batches=count), 8).plans
+    narrow, work = Cuboid(1, 8, 1), Work(MODELS["llama-3-8b"], 512, 4096)
     said = nothing_fits(rank(A100, work, 8, narrow), narrow)
     count = int(said.split("--micro-batches ")[1].split()[0])  # of that very cuboid
-    assert rank(A100, replace(work, batch=4096 // count, micro_batches=count), 8, narrow).plans
-    assert not rank(A100, replace(work, batch=2 * 4096 // count, micro_batches=count // 2), 8, narrow).plans
+    assert rank(A100, replace(work, batch=512 // count, micro_batches=count), 8, narrow).plans
+    assert not rank(A100, replace(work, batch=2 * 512 // count, micro_batches=count // 2), 8, narrow).plans

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharded import Case, compare, wrong
@@ -55,7 +56,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=14)
+@settings(max_examples=count("random cuboids and models"))
 @given(case=cases())
 def test_step_is_the_step_on_one_device(case: Case, pool: Callable[[int], Pool]) -> None:
     assert not wrong(pool(case.cuboid.ranks).run(compare, case)[0])

@@ -1,6 +1,5 @@
 """The schedule moves work in time and changes no value."""
 
-import os
 import random
 import time
 import warnings
@@ -12,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counts import count
 from sharded import EXACT, Case, compare
+from silent import ends, silently
 from torch import Tensor
 
 from cuboid import product
@@ -48,7 +49,7 @@ def stepped(world: World, shape: Cuboid, schedule: Schedule, overlap: bool = Tru
     return [p.grad for p in model.parameters() if p.grad is not None], spans
 
 
-@pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), Cuboid(2, 3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param(Cuboid(2, 2, 2), marks=pytest.mark.slow), Cuboid(2, 3, 2)], ids=str)
 def test_values_do_not_depend_on_the_schedule(shape: Cuboid, pool: Pools) -> None:
     run = pool(shape.ranks).run
     plain = run(stepped, shape, OFF, False)
@@ -67,6 +68,7 @@ def compare_compiled(world: World, case: Case) -> dict[str, float]:
         return compare(world, case)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_compiled_elementwise_work_gives_the_same(family: Any, pool: Pools) -> None:
@@ -174,24 +176,24 @@ def test_what_suits(batch: int, seq: int, shape: tuple[int, int, int], suits: Sc
 # Memory
 
 
-def peak(world: World, config: ModelConfig, schedule: Schedule) -> int:
-    mesh = Mesh(Cuboid(2, 2, 1), world.rank)
-    model = Transformer(CuboidParallel(config, mesh, schedule=schedule), recompute="full")
-    place = model.parallel.place(8, 12)
-    memory = Memory(model)
-    with memory:
-        model(*(place.take(whole, 0) for whole in batch()), place).backward()
-    mesh.close()
-    return memory.peak
+def peaks(world: World, config: ModelConfig) -> list[int]:
+    """Without prefetching, with it, and with parts of the batch."""
+    found = []
+    for schedule in (OFF, PREFETCH, PARTS):
+        parallel = CuboidParallel(config, Mesh(Cuboid(2, 2, 1), world.rank), schedule=schedule)
+        model, place = Transformer(parallel, recompute="full"), parallel.place(8, 12)
+        with Memory(model) as memory:
+            model(*(place.take(whole, 0) for whole in batch()), place).backward()
+        found.append(memory.peak)
+    return found
 
 
-def test_prefetching_costs_two_layers_at_most_whatever_the_depth(pool: Pools) -> None:
+def test_prefetching_costs_two_layers_at_most_whatever_the_depth() -> None:
     wide = MODEL.replace(hidden=192, head_dim=16, ffn=768, dropout=0.0)
     layer = 4 * (wide.replace(layers=4).parameters - wide.replace(layers=3).parameters) // 2  # bytes, cut by y alone
     for layers in (3, 6):
-        config = wide.replace(layers=layers)
-        off, *on = (max(pool(4).run(peak, config, schedule)) for schedule in (OFF, PREFETCH, PARTS))
-        assert max(on) - off <= 2 * layer
+        for off, *on in silently(ends(4), 4, peaks, wide.replace(layers=layers)):
+            assert max(on) - off <= 2 * layer
 
 
 # No deadlock
@@ -237,10 +239,8 @@ def late(world: World, shape: Cuboid, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), Cuboid(2, 3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), pytest.param(Cuboid(2, 3, 2), marks=pytest.mark.slow)], ids=str)
 def test_late_ranks_do_not_lock_each_other(shape: Cuboid, pool: Pools) -> None:
-    """More of them: CUBOID_LATE_STEPS=1000 pytest tests/test_schedule.py -k late"""
-    steps = int(os.environ.get("CUBOID_LATE_STEPS", "10"))
-    first, *others = pool(shape.ranks).run(late, shape, steps)
+    first, *others = pool(shape.ranks).run(late, shape, count("steps with late ranks"))
     assert first[0] == pytest.approx(first[1])
     assert all(each == first for each in others)

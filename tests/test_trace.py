@@ -110,8 +110,10 @@ def left(run: Path) -> tuple[list[Any], dict[str, bytes]]:
 
 @pytest.mark.parametrize(
     "changes",
-    [("overlap.parts=2", "data.micro_batches=2", "model.layers=2"), ("data.batch=1", "precision.dtype=fp16")],
-    ids=["parts", "context"],
+    [
+        pytest.param(("overlap.parts=2", "data.micro_batches=2", "model.layers=2"), id="parts"),
+        pytest.param(("data.batch=1", "precision.dtype=fp16"), id="context", marks=pytest.mark.slow),
+    ],
 )
 def test_tracing_changes_nothing(changes: tuple[str, ...], cuboid: Cuboid, tmp_path: Path) -> None:
     text = write_text(tmp_path)

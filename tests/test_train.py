@@ -49,7 +49,10 @@ def curve_of(pool: Pools, config: TrainConfig, steps: int = STEPS) -> Curve:
     return every[0]
 
 
-@pytest.mark.parametrize("cuboid", ["1,1,1", "2,2,2", "4,2,1", "1,4,2", "8,1,1", "2,1,2,2"])
+SLOW = [pytest.param(cuboid, marks=pytest.mark.slow) for cuboid in ("4,2,1", "8,1,1")]
+
+
+@pytest.mark.parametrize("cuboid", ["1,1,1", "2,2,2", "1,4,2", "2,1,2,2", *SLOW])
 def test_the_loss_curve_is_the_same_on_every_cuboid(cuboid: str, text: Path, reference: Curve, pool: Pools) -> None:
     assert furthest(curve_of(pool, tiny(text, *on(cuboid), DROPOUT)), reference) < SAME
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from commands import HUNG
 from tiny import on, settings, tiny, write_text
 from torch import Tensor
 
@@ -29,8 +30,9 @@ from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer
 from cuboid.watch import ALARM, Alarm, Mismatched, RankError, Stalled, Watch, watched
 
-LIMIT = 5.0  # seconds, where a rank stalls
-SOON = 60.0  # seconds in which it is all over, with room for a busy machine
+LIMIT = 5.0  # seconds, where a rank stalls; those for which the machine has no time for a rank hardly count
+AMPLE = 24.0  # where none does, or one is lost at once
+FOREVER = 3600.0
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def befall(trainer: Trainer, how: str) -> None:
     elif how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "busy":
-        time.sleep(3 * SOON)
+        time.sleep(FOREVER)
     elif how == "forward":
         strike("all_gather", 3)
     elif how == "backward":
@@ -94,10 +96,8 @@ def lengthen() -> None:
 
 @pytest.mark.parametrize("rank", [0, 5])
 def test_a_stopped_rank_is_named(rank: int, text: Path) -> None:
-    pool, start = Pool(8), time.monotonic()
     with pytest.raises(Stalled, match=rf"step 3: rank {rank}(, which keeps .*)? did not .*stopped, dead") as caught:
-        pool.run(steps, tiny(text, *on("2,2,2")), LIMIT, rank, "stopped")
-    assert time.monotonic() - start < SOON
+        Pool(8).run(steps, tiny(text, *on("2,2,2")), LIMIT, rank, "stopped")
     assert re.search(
         r"axis [xyz], collective \d+: rank \d waits for rank \d with \w+ of \[.*\] float32", str(caught.value)
     )
@@ -113,10 +113,8 @@ def test_a_busy_rank_is_named_with_its_place(text: Path) -> None:
     [("forward", r"rank 2 failed\n(?s:.*)KeyError: 'the cause'"), ("backward", r"rank 2 failed\n(?s:.*)IndexError")],
 )
 def test_a_failure_comes_first(how: str, said: str, text: Path) -> None:
-    start = time.monotonic()
     with pytest.raises(RankError, match=said):
-        Pool(4).run(steps, tiny(text, *on("2,1,2")), 300.0, 2, how)
-    assert time.monotonic() - start < SOON
+        Pool(4).run(steps, tiny(text, *on("2,1,2")), AMPLE, 2, how)
 
 
 def test_gathering_too_much_is_reported(text: Path) -> None:
@@ -131,7 +129,7 @@ def test_gathering_too_much_is_reported(text: Path) -> None:
 def test_what_went_unseen_is_found_at_the_end_of_the_step(text: Path) -> None:
     said = r"step 3: collectives do not match\n  axis y, collective \d+: rank 0 .*; rank 1 called all_gather of \[4\]"
     with pytest.raises(Mismatched, match=said):
-        Pool(4).run(steps, tiny(text, *on("2,2,1")), 300.0, 1, "unseen")
+        Pool(4).run(steps, tiny(text, *on("2,2,1")), AMPLE, 1, "unseen")
 
 
 def calls(world: World, how: str) -> list[float]:
@@ -247,7 +245,7 @@ def unsupervised(rank: int, port: int, config: TrainConfig) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
-    launch(steps, 4, [config, 300.0, 1, "killed"])
+    launch(steps, 4, [config, AMPLE, 1, "killed"])
 
 
 def test_a_dead_rank_is_named_by_those_who_lose_it(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -260,7 +258,7 @@ def test_a_dead_rank_is_named_by_those_who_lose_it(text: Path, capfd: pytest.Cap
     # of that as held, and waits for ever when it looks one up itself.
     _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
     for each in ranks:
-        each.join(2 * SOON)
+        each.join()
     assert [each.exitcode for each in ranks] == [1, -signal.SIGKILL, 1, 1]
     said = capfd.readouterr().err
     assert said.count("error: step 3: rank 1 did not arrive and did not answer: stopped, dead or cut off") == 3, said
@@ -271,7 +269,7 @@ def keep(door: socket.socket) -> None:
     """A store behind that door."""
     port, listen = door.getsockname()[1], door.detach()
     _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listen)
-    time.sleep(SOON)
+    time.sleep(FOREVER)
 
 
 def test_who_answers_an_alarm_does_not_wait_for_a_store_that_is_gone() -> None:
@@ -279,12 +277,12 @@ def test_who_answers_an_alarm_does_not_wait_for_a_store_that_is_gone() -> None:
         keeper, port = get_context("fork").Process(target=keep, args=(door,), daemon=True), door.getsockname()[1]
         keeper.start()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    with Watch(1, 3, store, SOON) as watch:
+    with Watch(1, 3, store, AMPLE) as watch:
         store.set(ALARM, json.dumps(asdict(Alarm(2, why="a connection is lost"))))
         store.get("watch/1")  # it has answered, and waits for the verdict
         keeper.kill()
         keeper.join()
-        watch._judged.wait(LIMIT)
+        assert watch._judged.wait(HUNG)
         with pytest.raises(Stalled, match="rank 0, which keeps the run's store, did not answer"):
             watch.look(None)
 
@@ -312,6 +310,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -1,8 +1,8 @@
 """The real model code of one rank, without the others and without data: what it calls, sends, computes and holds.
 
-Collectives send nothing and tensors have shapes alone, so a rank of thousands runs on any machine. The rank calls what it
-would call on gloo or on NCCL, and as there a message's memory is held until it is awaited: what a step allocates, to the
-byte, whatever else the machine is doing. It runs in a process of its own, which may belong to no other world.
+Collectives send nothing and tensors have shapes alone, so a rank of thousands runs on any machine. The rank calls what
+it would call on gloo or on NCCL, and as there a message's memory is held until it is awaited: what a step allocates, to
+the byte, whatever else the machine is doing. It runs in a process of its own, which may belong to no other world.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from cuboid.plan.search import Plan
 
 MOST_RANKS = 4096  # of whom the groups take seconds to make
 NEAR = 0.1  # how far the peak, which has no exact formula, may be from the plan's
-LAUNCHES = ("all_gather_single", "all_reduce", "all_to_all_single", "reduce_scatter_single")
+LAUNCHES = ("all_gather_single", "all_reduce", "all_to_all_single", "broadcast", "reduce", "reduce_scatter_single")
 
 
 @dataclass(frozen=True)

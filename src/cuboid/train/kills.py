@@ -21,6 +21,7 @@ from cuboid.train.loop import Trainer
 
 MOMENTS = ("in a step", "in a save", "while starting")
 SAVE_EVERY, KILL_EVERY = 2, 6  # steps
+TAIL = 60  # steps after the last kill is due: who kills may be held up meanwhile
 PATIENCE = 600.0  # seconds without what must come
 
 
@@ -52,7 +53,7 @@ def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Call
     config = replace(
         config,
         data=replace(config.data, max_bytes=200_000),
-        schedule=replace(config.schedule, steps=(kills + 2) * KILL_EVERY, warmup=0),
+        schedule=replace(config.schedule, steps=kills * KILL_EVERY + TAIL, warmup=0),
         checkpoint=CheckpointSection(every=SAVE_EVERY, keep=2),
         restart=RestartSection(most=kills + 1),
         logging=replace(config.logging, eval_every=0, tensorboard=False, sample_tokens=0),
@@ -122,8 +123,8 @@ def kill_ranks(
             time.sleep(dice.uniform(0, 1))
         else:
             until(lambda further: last_step(run) >= further, number * KILL_EVERY)
-            if moment == "in a save":
-                until(saving, run)
+            if moment == "in a save":  # the next, or one that is not over before it is seen
+                until(lambda late: saving(run) or last_step(run) >= late, (number + 1) * KILL_EVERY)
             time.sleep(dice.uniform(0, 0.02))
         begun, step = saving(run), last_step(run)
         victims = ranks_of(process)
