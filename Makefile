@@ -13,6 +13,12 @@ test: lint
 test-all: lint
 	$(if $(LARGE),CUBOID_LARGE=1) $(BIN)/pytest -m '' --durations 20
 
+coverage: $(VENV)/.installed
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -m ''
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --show-missing
+
 stress: $(VENV)/.installed
 	$(BIN)/python tests/stress.py
 

@@ -4,6 +4,7 @@ The process that only hands tests to workers loads nothing else; workers also lo
 """
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -79,6 +80,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         command = ["pytest", "-n", "0", "-m", "", f"{item.path.relative_to(item.config.rootpath)}::{item.name}"]
         report.sections.append(("to repeat this one alone", f"{stress.variables()}{shlex.join(command)}"))
     return report
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Texts, shortened to what a shell takes as it is: a failure's name is read, and typed again."""
+    return re.sub(r"[^\w.,=+-]+", "_", val)[:32].strip("_") if isinstance(val, str) else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -7,10 +7,10 @@ LARGE = bool(os.environ.get("CUBOID_LARGE"))
 COUNTS = {
     "fuzzed inputs of each kind": (40, 4000),
     "corrupted checkpoints": (60, 1000),
-    "steps with late ranks": (10, 1000),
+    "steps with late ranks": (6, 1000),
     "kills of a run": (3, 50),
     "steps of a soaked run": (500, 10_000),
-    "random cuboids and models": (14, 500),
+    "random cuboids and models": (10, 500),
 }
 
 

@@ -52,7 +52,7 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("attempt", "words"), REFUSED, ids=[words[0] for _, words in REFUSED])
-def test_refused(attempt: Callable[[], Any], words: list[str]) -> None:
+def test_config_rejects_bad_values(attempt: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as refusal:
         attempt()
     for word in words:
@@ -60,13 +60,13 @@ def test_refused(attempt: Callable[[], Any], words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "2", "2,2", "2,2,2,2", "2,2,a", "2,-1,2", "2.0,1,1", ",,"])
-def test_cuboid_as_typed(text: str) -> None:
+def test_cuboid_parse_rejects_malformed_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="write x,y,z such as 2,2,2") as refusal:
         Cuboid.parse(text)
     assert repr(text) in str(refusal.value)
 
 
-def test_order_as_typed() -> None:
+def test_cuboid_parse_rejects_incomplete_axis_order() -> None:
     with pytest.raises(ValueError, match=f"must name each of {', '.join(AXES)} once"):
         Cuboid.parse("1,1,1", order="x,y")
 
@@ -108,7 +108,7 @@ def refusal_of(world: World, attempt: Callable[[World, Mesh], None]) -> tuple[st
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_every_rank_refuses_before_any_collective(
+def test_cuboid_parallel_rejects_on_all_ranks_before_collectives(
     attempt: Callable[[World, Mesh], None], text: str, pool: Callable[[int], Pool]
 ) -> None:
     refusals = pool(4).run(refusal_of, attempt)
@@ -118,7 +118,7 @@ def test_every_rank_refuses_before_any_collective(
         assert traffic == {}
 
 
-def test_a_refusal_reaches_the_caller(pool: Callable[[int], Pool]) -> None:
+def test_pool_run_reraises_value_error_of_ranks(pool: Callable[[int], Pool]) -> None:
     with pytest.raises(ValueError, match="3 ranks but 2 were started"):
         pool(2).run(make_mesh, Cuboid(3, 1, 1))
 

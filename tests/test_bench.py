@@ -39,7 +39,7 @@ ENVELOPE = ("bench", "command", "began", "seconds", "settings", "machine")
 # Formulas
 
 
-def test_the_bound_in_its_three_regimes() -> None:
+def test_bound_covers_three_regimes() -> None:
     m, n, k = 4096, 512, 64
     for ranks, dims in ((8, 1), (64, 2), (1024, 3)):
         assert regime((n, k, m), ranks) == dims
@@ -59,7 +59,7 @@ def bound_of_shared_gathers(problem: Problem, ranks: int) -> float:
     return 3 * 4 * sum(product_words((problem.tokens, k, n), ranks) for k, n in shapes)
 
 
-def test_no_cuboid_sends_less_than_two_thirds_of_the_bound() -> None:
+def test_bound_cuboid_traffic_is_over_two_thirds() -> None:
     """X, W and Y, or their gradients, take part in three products, for each of which the bound has them move. A cuboid
     moves each twice at least: dY is gathered once for two products, and so are X and W where they are kept."""
     least = {}
@@ -76,18 +76,18 @@ def test_no_cuboid_sends_less_than_two_thirds_of_the_bound() -> None:
     assert least["retain", "retain"] < least["retain", "regather"] < least["regather", "regather"]
 
 
-def test_quartiles() -> None:
+def test_spread_computes_median_and_quartiles() -> None:
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.5, 2.5)
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
 
 
-def test_a_problem_grows_with_the_ranks() -> None:
+def test_problem_grows_with_rank_count() -> None:
     grown = PROBLEM.grown(64, 8)
     assert (grown.config.hidden, grown.batch) == (128, 16)
     assert PROBLEM.grown(8, 8) == PROBLEM
 
 
-def test_egress_by_hand() -> None:
+def test_egress_matches_hand_computed_bytes() -> None:
     shape = Cuboid(2, 2, 1)  # hosts (0,1) and (2,3): y lies in a host, x across
     assert egress({("y", "all_gather"): [1, 100]}, shape, 2) == 0
     assert egress({("x", "all_gather"): [1, 100]}, shape, 2) == 200
@@ -97,7 +97,7 @@ def test_egress_by_hand() -> None:
     assert egress({("y", "reduce_scatter"): [1, 90]}, line, 4) == 0
 
 
-def test_the_best_cuboid_keeps_the_heaviest_axis_inside_hosts() -> None:
+def test_best_cuboid_minimizes_egress_between_hosts() -> None:
     found = best(PROBLEM, 8, 4)
     assert found.ranks == 8
     assert egress(Contestant("cuboid", found).cost(PROBLEM, 0).traffic, found, 4) == min(
@@ -109,7 +109,7 @@ def test_the_best_cuboid_keeps_the_heaviest_axis_inside_hosts() -> None:
     assert best(PROBLEM, 8, 4, flat=True).z == 1
 
 
-def test_who_takes_part() -> None:
+def test_contestant_lists_feasible_layouts_with_reasons_for_rest() -> None:
     names = {ranks: [c.way for c in scaling(PROBLEM, ranks, 4)] for ranks in (8, 16)}
     assert "2-D" in names[16]
     assert "cube" in names[8]
@@ -125,7 +125,7 @@ def test_who_takes_part() -> None:
 
 
 @pytest.mark.parametrize("way", ["1-D", "1-D+SP", "2.5-D", "cuboid", "native", "native ideal"])
-def test_every_way_counts_what_its_formula_says(way: str, pool: Pools) -> None:
+def test_count_matches_cost_formula_for_every_layout(way: str, pool: Pools) -> None:
     chosen = next(c for c in every(PROBLEM, 8) if c.way == way and c.shape != Cuboid(8, 1, 1))
     counts = pool(8).run(count, chosen, PROBLEM)
     assert all(each.traffic == each.predicted for each in counts)
@@ -137,7 +137,7 @@ def test_every_way_counts_what_its_formula_says(way: str, pool: Pools) -> None:
     assert counts[0].flops == pytest.approx(serial.flops / 8, rel=0.01)
 
 
-def test_a_turn_times_its_steps(pool: Pools) -> None:
+def test_turn_times_every_step(pool: Pools) -> None:
     chosen = Contestant("cuboid", Cuboid(2, 2, 1))
     times = pool(4).run(turn, chosen, PROBLEM, 2, True)
     assert [len(each) for each in times] == [2] * 4
@@ -147,7 +147,7 @@ def test_a_turn_times_its_steps(pool: Pools) -> None:
 
 
 @namespaces.needed
-def test_what_crosses_hosts_is_what_the_formula_says() -> None:
+def test_turn_bytes_between_hosts_match_egress() -> None:
     big = Problem(MODEL.replace(hidden=256, ffn=1024, head_dim=32), 8, 64)
     chosen = Contestant("cuboid", Cuboid(2, 2, 2))
     with Cluster(2, "10gbit") as cluster, Pool(8, cluster, 4) as pool:
@@ -159,7 +159,7 @@ def test_what_crosses_hosts_is_what_the_formula_says() -> None:
 # The command
 
 
-def test_layouts_end_to_end(tmp_path: Path) -> None:
+def test_bench_cli_layouts_writes_results_and_plots(tmp_path: Path) -> None:
     out = tmp_path / "a folder"
     names = ("1-D", "2-D 2×2", "cuboid (1,2,2)", "native 2×2")
     only = [word for name in names for word in ("--only", name)]
@@ -179,7 +179,7 @@ def test_layouts_end_to_end(tmp_path: Path) -> None:
     assert {path.suffix for path in out.iterdir()} == {".json", ".png", ".svg"}
 
 
-def test_a_sweep_counts_once_and_its_progress_ends(tmp_path: Path) -> None:
+def test_bench_cli_sweep_counts_once_and_logs_every_turn(tmp_path: Path) -> None:
     words = ["bench", "layouts", "--ranks", "2", "--rounds", "1", "--steps", "1", "--rate", ",", "--only", "cuboid (2"]
     done = CliRunner().invoke(app, [*words, *SIZES, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
@@ -187,7 +187,7 @@ def test_a_sweep_counts_once_and_its_progress_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_ends_full(terminal: bool) -> None:
+def test_bench_progress_reaches_total(terminal: bool) -> None:
     console = Console(file=StringIO(), force_terminal=terminal, width=80)
     with progress_of(2, console) as told:
         told("one")
@@ -195,7 +195,7 @@ def test_progress_ends_full(terminal: bool) -> None:
     assert ("2/2" if terminal else "[1/2] two") in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_cpu_end_to_end(tmp_path: Path) -> None:
+def test_bench_cli_cpu_writes_samples(tmp_path: Path) -> None:
     words = ["--ranks", "2", "--rounds", "1", "--hidden", "16", "--only", "cuboid (1,2", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["bench", "cpu", *words])
     assert done.exit_code == 0, done.output
@@ -206,12 +206,12 @@ def test_cpu_end_to_end(tmp_path: Path) -> None:
     assert {name: len(samples) for name, samples in row["samples"].items()} == {"step": 5, "serial": 5, "bare": 2}
 
 
-def test_the_least_of_cpu_seconds() -> None:
+def test_lean_computes_least_ratio_and_ns_per_byte() -> None:
     lean = Lean("cuboid", steps=[9.0, 6.0, 7.0], serial=[4.0, 5.0, 4.5], bare=[1.0, 0.5, 0.2], bytes=10**9)
     assert (lean.least, lean.ratio, lean.nanoseconds) == (5.0, 1.4, 0.5)
 
 
-def test_overlap_s_figures_come_from_its_samples() -> None:
+def test_overlap_found_derives_figures_from_samples() -> None:
     off = [Times(2.0, 3.0, 1.0, exposed, 100, 1.5, 0.0) for exposed in (3.0, 4.0, 5.0)]
     on = [Times(1.0, 2.0, 1.0, exposed, 100, 2.0, 0.0) for exposed in (0.5, 1.0, 1.5)]
     row = Found("(2,1,1)", 1.0, "8mbit", on, off, traced=2.0, tcps=[0.5], ranks=2, bytes=96).export()
@@ -222,7 +222,7 @@ def test_overlap_s_figures_come_from_its_samples() -> None:
     assert json.dumps(row)
 
 
-def test_bare_collectives_send_the_step_s_bytes(pool: Pools) -> None:
+def test_bare_collectives_send_bytes_of_step(pool: Pools) -> None:
     chosen = Contestant("cuboid", Cuboid(2, 2, 2))
     sent = pool(8).run(messages, chosen, PROBLEM)
     assert len(pool(8).run(bare, chosen.shape, sent)[0]) == 2
@@ -232,7 +232,8 @@ def test_bare_collectives_send_the_step_s_bytes(pool: Pools) -> None:
     assert [Message("x", kind, 96).given(4) for kind in ("all_gather", "reduce_scatter", "all_reduce")] == [8, 32, 16]
 
 
-def test_accuracy_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_bench_cli_accuracy_matches_serial_losses(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "accuracy", "--steps", "2", "--only", "2-D", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "accuracy.json").read_text())
@@ -263,7 +264,7 @@ def test_accuracy_end_to_end(tmp_path: Path) -> None:
         (["accuracy", "--rounds", "2"], "accuracy has no use for --rounds; it takes --only, --out, --quick, --steps"),
     ],
 )
-def test_bad_input_is_refused_before_any_work(words: list[str], says: str, tmp_path: Path) -> None:
+def test_bench_cli_rejects_bad_options_before_work(words: list[str], says: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", *words, "--out", str(tmp_path / "out")])
     assert isinstance(done.exception, ValueError)
     assert says in str(done.exception)
@@ -278,7 +279,7 @@ def test_bad_input_is_refused_before_any_work(words: list[str], says: str, tmp_p
         (["overlap"], "bench overlap cannot do without hosts, which need root and iproute2"),
     ],
 )
-def test_no_hosts_are_found_out_before_any_work(
+def test_bench_cli_rejects_missing_hosts_before_work(
     words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: None)
@@ -299,7 +300,9 @@ def test_no_hosts_are_found_out_before_any_work(
         (["layouts", "--rate", "8mbit"], "leave --rate out"),
     ],
 )
-def test_what_torchrun_cannot_start(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_cli_rejects_unsupported_runs_under_torchrun(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     with pytest.raises(ValueError, match=says):

@@ -73,12 +73,12 @@ def gradients(world: World, cuboid: Cuboid, samples: int, seq: int) -> dict[str,
     ],
     ids=str,
 )
-def test_the_encoder_is_the_encoder_on_one_device(cuboid: Cuboid, samples: int, seq: int, pool: Pools) -> None:
+def test_encoder_loss_and_gradients_match_serial(cuboid: Cuboid, samples: int, seq: int, pool: Pools) -> None:
     errors = pool(cuboid.ranks).run(gradients, cuboid, samples, seq)[0]
     assert {name: error for name, error in errors.items() if not error <= EXACT} == {}
 
 
-def test_attention_looks_both_ways(pool: Pools) -> None:
+def test_attention_non_causal_sees_past_and_future(pool: Pools) -> None:
     assert pool(1).run(looks)[0] == [True, True]
 
 
@@ -97,7 +97,7 @@ def looks(world: World) -> list[bool]:
     return found
 
 
-def test_the_example_learns_on_any_cuboid() -> None:
+def test_encoder_example_learns_alike_on_any_cuboid() -> None:
     with Pool(4) as pool:
         first = pool.run(encoder.train, (2, 1, 2), 10)
     assert all(losses == first[0] for losses in first)
@@ -144,7 +144,7 @@ def optimised(world: World, cuboid: Cuboid, optimizer: str) -> float:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_any_optimizer_and_clipping(optimizer: str) -> None:
+def test_model_dtensors_train_as_serial_with_torch_optimizers(optimizer: str) -> None:
     with Pool(4) as pool:  # new ranks: DTensor remembers meshes, closed ones too
         assert max(pool.run(optimised, Cuboid(2, 1, 2), optimizer)) <= 1e-7
 
@@ -161,7 +161,7 @@ def kept(world: World, cuboid: Cuboid, folder: Path, seed: int, save: bool) -> d
     return found
 
 
-def test_a_state_is_saved_and_loaded_by_torch(tmp_path: Path) -> None:
+def test_model_state_is_saved_and_loaded_by_torch_dcp(tmp_path: Path) -> None:
     with Pool(8) as ranks:
         saved = ranks.run(kept, Cuboid(2, 2, 2), tmp_path, 1, True)[0]
     assert "blocks.1.attention.q.weight" in saved
@@ -182,7 +182,7 @@ def over(world: World, sizes: tuple[int, ...], names: tuple[str, ...]) -> tuple[
     return f"{mesh.cuboid} {','.join(mesh.cuboid.order)}", loss.item()
 
 
-def test_a_device_mesh_of_torch(pool: Pools) -> None:
+def test_mesh_over_accepts_torch_device_mesh(pool: Pools) -> None:
     (name, loss), *_ = pool(8).run(over, (2, 4), ("z", "x"))
     assert name == "(4,1,2) data,y,z,x"
     (name, same), *_ = pool(8).run(over, (2, 2, 1, 2), ("data", "y", "x", "z"))
@@ -191,7 +191,7 @@ def test_a_device_mesh_of_torch(pool: Pools) -> None:
     assert "dims named ('x', 'tp')" in pool(8).run(over, (4, 2), ("x", "tp"))[0]
 
 
-def test_the_norm_of_a_large_gradient() -> None:
+def test_gradient_norm_is_accurate_for_large_fp32_gradient() -> None:
     """Of millions of numbers in fp32, whose sum in fp32 alone would be off by a thousandth."""
     model = encoder.Encoder(Serial(encoder.CONFIG.replace(vocab=1 << 17)))
     parameters, generator = list(model.parameters()), torch.Generator().manual_seed(0)

@@ -41,7 +41,7 @@ def peak_of_build(world: World) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's memory counters")
-def test_memory_is_the_shards() -> None:
+def test_transformer_build_memory_is_bounded_by_shards() -> None:
     with Pool(CUBE.ranks) as pool:  # new ranks: used ones have free memory at hand that would hide a peak
         found = pool.run(peak_of_build)
     for peak, shards in found:
@@ -72,6 +72,6 @@ def drawn_in_build(world: World) -> tuple[int, int]:
     return sum(drawn), sum(p.numel() for p in model.parameters() if p.dim() == 2)
 
 
-def test_no_rank_draws_more_than_its_shards(pool: Callable[[int], Pool]) -> None:
+def test_transformer_build_draws_only_own_shards(pool: Callable[[int], Pool]) -> None:
     for drawn, held in pool(CUBE.ranks).run(drawn_in_build):
         assert drawn == held

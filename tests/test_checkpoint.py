@@ -86,7 +86,7 @@ def stopped_and_straight(world: World, config: TrainConfig, folder: Path) -> boo
 
 
 @pytest.mark.parametrize(("cuboid", "dtype"), [("2,2,2", "fp32"), ("1,2,1,2", "fp16")])
-def test_a_run_resumed_on_its_cuboid_is_the_same_to_the_bit(
+def test_checkpoint_resume_on_same_cuboid_is_bitwise_equal(
     cuboid: str, dtype: str, text: Path, tmp_path: Path, pool: Pools
 ) -> None:
     config = tiny(text, *on(cuboid), DROPOUT, f"precision.dtype={dtype}", "precision.growth_interval=2")
@@ -101,7 +101,7 @@ def stretch(
     return run.losses, run.samples
 
 
-def test_a_run_goes_from_cuboid_to_cuboid(text: Path, tmp_path: Path, pool: Pools) -> None:
+def test_checkpoint_resume_across_cuboids_matches_straight_run(text: Path, tmp_path: Path, pool: Pools) -> None:
     cuboids = ["2,2,2", "1,4,2", "4,1,1", "1,1,1"]
     config = tiny(text, *on("1,1,1"), DROPOUT)
     (straight, seen), *_ = pool(1).run(stretch, config, tmp_path / "straight", None, 8)
@@ -138,14 +138,16 @@ def saved(text: Path, tmp_path_factory: pytest.TempPathFactory, pool: Pools) -> 
         ("precision.dtype=bf16", ["resumed"]),
     ],
 )
-def test_what_a_run_can_be_resumed_as(change: str, said: list[str], saved: Path, text: Path, pool: Pools) -> None:
+def test_checkpoint_resume_allows_only_compatible_changes(
+    change: str, said: list[str], saved: Path, text: Path, pool: Pools
+) -> None:
     first, second = pool(2).run(said_to_resuming, tiny(text, *on("2,1,1"), change), saved)
     assert first == second
     for words in said:
         assert words in first
 
 
-def test_other_text_is_refused(saved: Path, tmp_path: Path, pool: Pools) -> None:
+def test_checkpoint_resume_rejects_other_text(saved: Path, tmp_path: Path, pool: Pools) -> None:
     config = tiny(write_text(tmp_path, seed=1), *on("1,1,1"))
     assert "other text" in pool(1).run(said_to_resuming, config, saved)[0]
 
@@ -168,7 +170,7 @@ def kept(world: World, config: TrainConfig, folder: Path, keep: int) -> list[lis
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(0, [[1, 2, 3, 4, 5], [1, 2, 3, 4]]), (3, [[3, 4, 5], [3, 4]])])
-def test_old_checkpoints_go_and_those_of_a_future_given_up(
+def test_checkpoint_writer_removes_old_and_abandoned_checkpoints(
     keep: int, expected: list[list[int]], text: Path, tmp_path: Path, pool: Pools
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -192,7 +194,7 @@ def while_training_goes_on(world: World, config: TrainConfig, folder: Path) -> b
     return found
 
 
-def test_background_and_foreground_write_the_same(text: Path, tmp_path: Path, pool: Pools) -> None:
+def test_checkpoint_writer_background_matches_foreground(text: Path, tmp_path: Path, pool: Pools) -> None:
     manifests = []
     for background in ("true", "false"):
         folder = tmp_path / background

@@ -37,7 +37,7 @@ def steps(run: Path) -> list[int]:
     return [step_of(path) for path in complete(run / "checkpoints")]
 
 
-def test_a_run_goes_on_from_the_newest_good_checkpoint(cuboid: Cuboid, tmp_path: Path) -> None:
+def test_train_cli_resumes_from_newest_good_checkpoint(cuboid: Cuboid, tmp_path: Path) -> None:
     run = tmp_path / "a run"
     assert cuboid(*words(write_text(tmp_path), run, "1,2,2")).code == 0
     before, folder = losses(run), run / "checkpoints"
@@ -76,7 +76,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("noticed", ["before", "while"])
-def test_a_full_disk_ends_the_run_and_nothing_else(
+def test_train_cli_full_disk_ends_run_and_keeps_checkpoints(
     noticed: str, cuboid: Cuboid, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Noticed before anything is written; or, where the file system does not say how full it is, while it is."""
@@ -127,7 +127,7 @@ def run(made: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_checkpoints_are_listed(run: Path, cuboid: Cuboid) -> None:
+def test_checkpoint_cli_list_shows_steps_and_damage(run: Path, cuboid: Cuboid) -> None:
     said = cuboid("checkpoint", "list", run)
     assert said.code == 0, said.err
     lines = said.out.splitlines()
@@ -142,7 +142,7 @@ def test_checkpoints_are_listed(run: Path, cuboid: Cuboid) -> None:
     assert rows[0]["bytes"] > 100_000
 
 
-def test_checkpoints_are_verified(run: Path, cuboid: Cuboid) -> None:
+def test_checkpoint_cli_verify_names_damaged_files(run: Path, cuboid: Cuboid) -> None:
     said = cuboid("checkpoint", "verify", run)
     assert said.code == 1
     found = {line.split(": ")[0][-1]: line.partition(": ")[2] for line in said.out.splitlines() if ": " in line}
@@ -153,7 +153,7 @@ def test_checkpoints_are_verified(run: Path, cuboid: Cuboid) -> None:
     assert cuboid("checkpoint", "verify", run / "nothing").code == 2
 
 
-def test_the_newest_good_checkpoints_are_kept(run: Path, cuboid: Cuboid) -> None:
+def test_checkpoint_cli_prune_keeps_newest_good(run: Path, cuboid: Cuboid) -> None:
     folder = run / "checkpoints"
     before = {path.name for path in folder.iterdir()}
     said = cuboid("checkpoint", "prune", run, "--keep", 1, "--dry-run")
@@ -175,7 +175,7 @@ def test_the_newest_good_checkpoints_are_kept(run: Path, cuboid: Cuboid) -> None
 
 
 @pytest.mark.parametrize("given", [".", "checkpoints"])
-def test_a_live_runs_checkpoints_are_not_pruned(given: str, run: Path, cuboid: Cuboid) -> None:
+def test_checkpoint_cli_prune_rejects_run_in_use(given: str, run: Path, cuboid: Cuboid) -> None:
     """What it has aside is no leftover: it is being written."""
     before = {path.name for path in (run / "checkpoints").iterdir()}
     with RunFolder.open(run) as alive:

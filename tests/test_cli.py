@@ -44,7 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
     return run, Said(done.returncode, done.stdout, done.stderr)
 
 
-def test_a_run_leaves_everything_behind(finished: tuple[Path, Said]) -> None:
+def test_train_cli_writes_run_folder_and_summary(finished: tuple[Path, Said]) -> None:
     run, said = finished
     assert said.code == 0, said.err
     assert said.err == ""
@@ -65,7 +65,7 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, Said]) -> None:
     assert "val_loss" in json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def test_a_run_moves_and_goes_on_where_it_is(finished: tuple[Path, Said], cuboid: Cuboid, tmp_path: Path) -> None:
+def test_train_cli_resumes_moved_run_in_place(finished: tuple[Path, Said], cuboid: Cuboid, tmp_path: Path) -> None:
     run = tmp_path / "moved"
     shutil.copytree(finished[0], run)
     start = run / "checkpoints" / "step-00000002"  # not the newest: steps 3 and 4 are taken again
@@ -80,7 +80,7 @@ def test_a_run_moves_and_goes_on_where_it_is(finished: tuple[Path, Said], cuboid
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
 
 
-def test_sampling_prints_the_same_on_any_cuboid(finished: tuple[Path, Said], cuboid: Cuboid) -> None:
+def test_sample_cli_prints_same_text_on_any_cuboid(finished: tuple[Path, Said], cuboid: Cuboid) -> None:
     words = ("sample", finished[0], "--prompt", "ab", "--tokens", 6, "--seed", 5)
     said = cuboid(*words)
     assert said.code == 0, said.err
@@ -101,7 +101,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("words", "said"), BAD, ids=[words[-1] for words, _ in BAD])
-def test_bad_input_ends_in_one_message(words: list[str], said: list[str], cuboid: Cuboid, tmp_path: Path) -> None:
+def test_train_cli_rejects_bad_input_with_one_error(
+    words: list[str], said: list[str], cuboid: Cuboid, tmp_path: Path
+) -> None:
     (tmp_path / "short.txt").write_text("not enough to learn")
     found = cuboid("train", "--set", "cuboid.x=1", "--set", "cuboid.z=1", *words)
     assert found.code == 2
@@ -113,7 +115,7 @@ def test_bad_input_ends_in_one_message(words: list[str], said: list[str], cuboid
     assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
 
 
-def test_a_refused_resumption_changes_nothing(finished: tuple[Path, Said], cuboid: Cuboid, tmp_path: Path) -> None:
+def test_train_cli_rejected_resume_changes_no_file(finished: tuple[Path, Said], cuboid: Cuboid, tmp_path: Path) -> None:
     run = finished[0]
     before = contents(run)
     for change, said in (("model.hidden=64", "model.hidden=32 (here 64)"), ("data.seed=7", "data.seed = 0")):
@@ -143,7 +145,9 @@ def test_a_refused_resumption_changes_nothing(finished: tuple[Path, Said], cuboi
         (["--prompt", "a" * 16], "16 tokens and the model's positions end at 16"),
     ],
 )
-def test_samples_that_cannot_be(words: list[object], said: str, finished: tuple[Path, Said], cuboid: Cuboid) -> None:
+def test_sample_cli_rejects_bad_options(
+    words: list[object], said: str, finished: tuple[Path, Said], cuboid: Cuboid
+) -> None:
     found = cuboid("sample", finished[0], *words)
     assert found.code == 2
     assert said in found.err
@@ -154,7 +158,7 @@ def break_one(world: World, *_: object) -> None:
         raise ZeroDivisionError("by accident")
 
 
-def test_a_fault_of_ours_shows_where_it_was(cuboid: Cuboid, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_cli_shows_traceback_of_failing_rank(cuboid: Cuboid, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[command.__module__], "train_on_rank", break_one)
     said = cuboid("train", *sets(on("1,2,1")))
     assert said.code == 1
@@ -162,7 +166,7 @@ def test_a_fault_of_ours_shows_where_it_was(cuboid: Cuboid, monkeypatch: pytest.
     assert "in break_one" in said.err
 
 
-def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path, cuboid: Cuboid) -> None:
+def test_train_cli_ctrl_c_finishes_step_and_saves(tmp_path: Path, cuboid: Cuboid) -> None:
     run = tmp_path / "run"
     changes = [*on("2,1,1"), "schedule.steps=1000000", f"logging.folder={run}"]
     words = ["train", "--trace", 999998, *sets(settings(write_text(tmp_path), *changes))]

@@ -74,7 +74,7 @@ def seconds(world: World) -> float:
 
 
 @namespaces.needed
-def test_ranks_on_hosts(ranks: Pool) -> None:
+def test_cluster_places_ranks_on_hosts(ranks: Pool) -> None:
     sums, local, hosts = zip(*ranks.run(sum_of_ranks), strict=True)
     assert sums == (28.0,) * 8
     assert local == ("0", "1") * 4
@@ -84,14 +84,14 @@ def test_ranks_on_hosts(ranks: Pool) -> None:
 
 @namespaces.needed
 @pytest.mark.parametrize(("apart", "megabytes"), [(1, (0, 0, 0, 0)), (2, (8, 0, 8, 0)), (4, (8, 8, 0, 0))])
-def test_only_what_leaves_a_host_is_on_its_link(ranks: Pool, apart: int, megabytes: tuple[int, ...]) -> None:
+def test_cluster_link_carries_only_traffic_between_hosts(ranks: Pool, apart: int, megabytes: tuple[int, ...]) -> None:
     found = ranks.run(on_the_wire, apart)
     for host, wanted in enumerate(megabytes):
         assert found[2 * host] == pytest.approx(wanted * MB, rel=0.05, abs=0.2 * MB), host
 
 
 @namespaces.needed
-def test_links_are_no_faster_than_asked() -> None:
+def test_cluster_links_do_not_exceed_rate() -> None:
     with Cluster(2, "20mbit") as hosts, Pool(2, hosts) as pool:
         assert min(pool.run(seconds)) > 0.7
 
@@ -101,7 +101,7 @@ def listing(*words: str) -> str:
 
 
 @namespaces.needed
-def test_many_hosts_on_slow_links() -> None:
+def test_cluster_neighbours_are_static_and_rto_is_long() -> None:
     """None looks addresses up, which fails with many hosts; none takes a slow answer for a lost one."""
     with Cluster(3) as hosts, hosts.host(1).visit():
         known = {line.split()[0] for line in listing("neighbour").splitlines() if "PERMANENT" in line}
@@ -123,7 +123,7 @@ def alive(pid: int) -> bool:
 
 
 @namespaces.needed
-def test_nothing_shows_and_nothing_stays() -> None:
+def test_cluster_is_invisible_and_leaves_nothing() -> None:
     before = machine()
     with Cluster(2, "1gbit") as hosts:
         assert alive(hosts.keeper)
@@ -139,7 +139,7 @@ def own(pipe: connection.Connection) -> None:
 
 
 @namespaces.needed
-def test_hosts_end_when_their_owner_is_killed() -> None:
+def test_cluster_hosts_end_when_owner_is_killed() -> None:
     ours, theirs = get_context("fork").Pipe()
     owner = get_context("fork").Process(target=own, args=(theirs,))
     owner.start()
@@ -154,7 +154,7 @@ def test_hosts_end_when_their_owner_is_killed() -> None:
 
 
 @namespaces.needed
-def test_a_command_on_a_host() -> None:
+def test_host_command_runs_in_host_namespace() -> None:
     with Cluster(2) as hosts:
         words = hosts.host(1).command(sys.executable, "-c", "import os; print(os.stat('/proc/self/ns/net').st_ino)")
         found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
@@ -167,7 +167,7 @@ def children() -> set[int]:
 
 
 @namespaces.needed
-def test_nothing_stays_of_a_cluster_that_cannot_be_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_failed_setup_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
     monkeypatch.setattr(cluster, "MTU", "large")
     with pytest.raises(ValueError, match=r'ip could not set up a host \((?s:.*)"large"(?s:.*)NET_ADMIN'):
@@ -186,7 +186,7 @@ def refused(pipe: connection.Connection) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
-def test_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_try_hosts_rejects_missing_privileges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: tool)
     ours, theirs = get_context("fork").Pipe()
     process = get_context("fork").Process(target=refused, args=(theirs,))
@@ -206,7 +206,7 @@ def test_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
         (["ip", "nsenter"], r"hosts are made with ip, nsenter, not found here: install iproute2 and util-linux \("),
     ],
 )
-def test_tools_are_missing(missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_try_hosts_names_missing_tools(missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool in missing else f"/usr/bin/{tool}")
     with pytest.raises(ValueError, match=said):
         try_hosts("walk")
@@ -222,22 +222,22 @@ def test_tools_are_missing(missing: list[str], said: str, monkeypatch: pytest.Mo
         (1, "2000gbit", "from 1kbit to 1000gbit"),
     ],
 )
-def test_sizes_that_cannot_be(hosts: int, rate: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_rejects_bad_sizes_and_rates(hosts: int, rate: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: tool)
     with pytest.raises(ValueError, match=said):
         Cluster(hosts, rate)
 
 
-def test_rates() -> None:
+def test_bits_per_second_parses_units() -> None:
     assert [bits_per_second(rate) for rate in ("64kbit", "25mbit", "1.5gbit")] == [64e3, 25e6, 1.5e9]
 
 
-def test_ranks_that_do_not_fill_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_rejects_ranks_that_do_not_fill_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: tool)
     with pytest.raises(ValueError, match="8 ranks cannot live 3 on each of 4 hosts; hosts × ranks per host must be"):
         Pool(8, Cluster(4), ranks_per_host=3)
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_sent_rejects_unknown_device() -> None:
     with pytest.raises(ValueError, match="there is no network device 'eth99' here"):
         sent("eth99")

@@ -71,12 +71,12 @@ def error_of(mesh: Mesh, kind: Kind, width: int = 4) -> float:
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
-def test_result(kind: Kind, pool: Callable[[int], Pool]) -> None:
+def test_comm_matches_hand_computed_results(kind: Kind, pool: Callable[[int], Pool]) -> None:
     assert max(pool(12).run(on_mesh, error_of, MIXED, kind)) < 1e-15
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
-def test_large_tensors(kind: Kind, pool: Callable[[int], Pool]) -> None:
+def test_comm_large_tensors_match_hand_computed_results(kind: Kind, pool: Callable[[int], Pool]) -> None:
     """They go another way."""
     width = 2 * LEAST_ALONE // (8 * ROWS)
     assert max(pool(12).run(on_mesh, error_of, MIXED, kind, width)) < 1e-15
@@ -91,7 +91,9 @@ def error_between_hosts(mesh: Mesh, kind: Kind, back: set[str]) -> float:
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"])
 @pytest.mark.parametrize(("per_host", "back"), [(1, {"x", "y", "z"}), (2, {"x", "y"}), (4, {"y"})])
-def test_between_hosts(kind: Kind, per_host: int, back: set[str], pool: Callable[[int], Pool]) -> None:
+def test_comm_between_hosts_matches_hand_computed_results(
+    kind: Kind, per_host: int, back: set[str], pool: Callable[[int], Pool]
+) -> None:
     function = partial(on_mesh, per_host=per_host)
     assert max(pool(12).run(function, error_between_hosts, MIXED, kind, back)) < 1e-15
 
@@ -103,7 +105,7 @@ def either_first(mesh: Mesh) -> float:
     return sum(float(flight.wait().sum()) for flight in flights)
 
 
-def test_small_messages_do_not_wait_for_large_ones(pool: Callable[[int], Pool]) -> None:
+def test_comm_small_and_large_messages_launch_in_any_order(pool: Callable[[int], Pool]) -> None:
     """Over one connection each would be taken for the other."""
     assert pool(2).run(partial(on_mesh, per_host=1), either_first, Cuboid(1, 1, 2)) == [2.0 * (SMALL + 4)] * 2
 
@@ -126,7 +128,7 @@ def inner_products(mesh: Mesh, kind: Kind) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("kind", TRANSPOSE)
-def test_backward_is_the_transpose(kind: Kind, pool: Callable[[int], Pool]) -> None:
+def test_comm_backward_is_transpose(kind: Kind, pool: Callable[[int], Pool]) -> None:
     for left, right in pool(12).run(on_mesh, inner_products, MIXED, kind)[0]:
         assert left == pytest.approx(right, rel=1e-12)
 
@@ -140,7 +142,7 @@ def sum_of_small(mesh: Mesh) -> tuple[float, float]:
     return three.wait().item(), two.wait().item()
 
 
-def test_low_precision_is_summed_in_fp32(pool: Callable[[int], Pool]) -> None:
+def test_reduce_scatter_sums_low_precision_in_fp32(pool: Callable[[int], Pool]) -> None:
     assert set(pool(12).run(on_mesh, sum_of_small, MIXED)) == {(258.0, 257.0)}
 
 
@@ -174,7 +176,7 @@ def test_ledger_counts_calls_and_bytes_sent(pool: Callable[[int], Pool]) -> None
         assert all(span.entry.exposed > 0 for span in spans)
 
 
-def test_ledger_forgets(pool: Callable[[int], Pool]) -> None:
+def test_ledger_reset_clears_counts(pool: Callable[[int], Pool]) -> None:
     assert pool(1).run(on_mesh, forgotten, Cuboid()) == [{}]
 
 
@@ -196,7 +198,7 @@ def out_of_order(mesh: Mesh) -> float:
     return error
 
 
-def test_flights_land_in_any_order(pool: Callable[[int], Pool]) -> None:
+def test_flight_wait_works_in_any_order(pool: Callable[[int], Pool]) -> None:
     assert max(pool(12).run(on_mesh, out_of_order, MIXED)) < 1e-15
 
 
@@ -206,7 +208,7 @@ def over_one(mesh: Mesh) -> tuple[bool, dict[str, Any]]:
     return same and all(run(collective(kind, x, mesh.data)) is x for kind in COLLECTIVES), mesh.ledger.counts()
 
 
-def test_over_an_axis_of_one_nothing_is_launched_or_copied(pool: Callable[[int], Pool]) -> None:
+def test_comm_axis_of_one_launches_and_copies_nothing(pool: Callable[[int], Pool]) -> None:
     assert pool(2).run(on_mesh, over_one, Cuboid(1, 2, 1)) == [(True, {})] * 2
 
 
@@ -218,5 +220,5 @@ def ragged(mesh: Mesh) -> bool:
     )
 
 
-def test_pieces_of_any_shape(pool: Callable[[int], Pool]) -> None:
+def test_gather_pieces_takes_any_shape(pool: Callable[[int], Pool]) -> None:
     assert all(pool(4).run(on_mesh, ragged, Cuboid(2, 2, 1)))

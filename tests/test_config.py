@@ -23,7 +23,7 @@ def refused(*overrides: str, path: Path | None = None) -> str:
     return str(caught.value)
 
 
-def test_the_embedded_default_can_run() -> None:
+def test_config_default_is_valid() -> None:
     config = load()
     assert config == TrainConfig()
     config.check()
@@ -32,12 +32,12 @@ def test_the_embedded_default_can_run() -> None:
     assert (model.vocab, model.context) == (256, config.data.seq)
 
 
-def test_the_model_section_has_every_key_of_a_model() -> None:
+def test_config_model_section_has_every_model_key() -> None:
     assert {f.name for f in fields(ModelSection)} == {f.name for f in fields(ModelConfig)} | {"preset", "pretrained"}
     assert {f.name for f in fields(RopeScalingSection)} == {f.name for f in fields(RopeScaling)}
 
 
-def test_file_then_overrides(tmp_path: Path) -> None:
+def test_config_overrides_take_precedence_over_file(tmp_path: Path) -> None:
     file = tmp_path / "my run.toml"
     file.write_text('seed = 3\n[model]\nhidden = 64\nheads = 4\n[optimizer]\nlr = 1\n[schedule]\ndecay = "linear"\n')
     config = load(file, ["model.hidden=96", "schedule.decay=constant", "data.val_fraction = 0.5"])
@@ -58,11 +58,11 @@ def test_file_then_overrides(tmp_path: Path) -> None:
         ("logging.sample_prompt=a=b", "a=b"),
     ],
 )
-def test_text_may_be_bare(text: str, value: str) -> None:
+def test_config_override_accepts_bare_text(text: str, value: str) -> None:
     assert load(None, [text]).logging.sample_prompt == value
 
 
-def test_lists_may_be_bare_and_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_override_splits_lists_and_makes_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(None, ["cuboid.order=z,y,x,data", "data.paths=a.txt, b c.txt", 'data.tokenizer="t.json"'])
     assert config.cuboid.order == ("z", "y", "x", "data")
@@ -101,14 +101,14 @@ def test_lists_may_be_bare_and_paths_become_absolute(tmp_path: Path, monkeypatch
         ("data.paths=/no/such.txt", ("data.paths", "/no/such.txt", "does not exist")),
     ],
 )
-def test_what_cannot_be_is_refused(override: str, said: tuple[str, ...]) -> None:
+def test_config_rejects_bad_overrides(override: str, said: tuple[str, ...]) -> None:
     beside = {"data.batch=7": "data.micro_batches=5", "model.context=64": "model.family=gpt2"}
     message = refused(beside.get(override, "seed=0"), override)
     for part in said:
         assert part in message
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_config_rejects_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("[modell]\nhidden = 3\n")
     assert "did you mean" in (message := refused(path=tmp_path / "mime.toml"))
     assert str(tmp_path / "mine.toml") in message
@@ -123,7 +123,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "model is a section" in refused(path=tmp_path / "flat.toml")
 
 
-def test_values_set_in_python_are_checked_too() -> None:
+def test_config_check_rejects_values_set_in_python() -> None:
     config = TrainConfig()
     with pytest.raises(ValueError, match=r"optimizer\.lr = -1"):
         replace(config, optimizer=replace(config.optimizer, lr=-1)).check()
@@ -138,7 +138,7 @@ def test_values_set_in_python_are_checked_too() -> None:
         ['logging.sample_prompt="\\"\\\\ \\u007f é 😀 \\n\\t\\u0001"', "data.max_bytes=3"],
     ],
 )
-def test_the_resolved_configuration_loads_back(overrides: list[str], tmp_path: Path) -> None:
+def test_config_resolved_toml_round_trips(overrides: list[str], tmp_path: Path) -> None:
     config = load(None, overrides)
     file = tmp_path / "config.toml"
     file.write_text(resolved_toml(config), "utf-8")
@@ -167,7 +167,7 @@ PUBLISHED = {
 ROUGHLY = {"gpt3-1.3b": 1.3e9, "gpt3-6.7b": 6.7e9, "gpt3-13b": 13e9, "gpt3-175b": 175e9}
 
 
-def test_presets_have_the_published_sizes() -> None:
+def test_presets_have_published_sizes() -> None:
     assert set(PRESETS) == set(PUBLISHED) | set(ROUGHLY)
     for name, parameters in PUBLISHED.items():
         assert PRESETS[name].parameters == parameters, name
@@ -176,12 +176,12 @@ def test_presets_have_the_published_sizes() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_the_model_that_trains(name: str) -> None:
+def test_config_preset_gives_its_model(name: str) -> None:
     assert load(preset=name).model_config(256) == PRESETS[name]
     assert load(None, [f"model.preset={name}"]) == load(preset=name)
 
 
-def test_a_preset_can_be_changed() -> None:
+def test_config_preset_can_be_overridden() -> None:
     config = load(None, ["model.hidden=512", "model.heads=8", "model.preset=gpt2-124m"])
     model = config.model_config(256)
     assert (model.hidden, model.ffn, model.kv_heads, model.head_dim) == (512, 2048, 8, 64)
@@ -197,7 +197,7 @@ def run() -> typer.Typer:
     return app
 
 
-def test_show_prints_every_key_with_its_meaning(run: typer.Typer) -> None:
+def test_config_cli_show_prints_every_key_with_help(run: typer.Typer) -> None:
     result = CliRunner().invoke(run, ["--show"])
     assert result.exit_code == 0
     assert tomllib.loads(result.stdout)["optimizer"]["lr"] == TrainConfig().optimizer.lr
@@ -208,7 +208,7 @@ def test_show_prints_every_key_with_its_meaning(run: typer.Typer) -> None:
     assert as_json["model.hidden"]["default"] == TrainConfig().model.hidden
 
 
-def test_config_resolves_a_file(run: typer.Typer, tmp_path: Path) -> None:
+def test_config_cli_resolves_file_and_overrides(run: typer.Typer, tmp_path: Path) -> None:
     file = tmp_path / "a b.toml"
     file.write_text("[model]\nheads = 4\n")
     result = CliRunner().invoke(run, [str(file), "--set", "model.layers=3"])
@@ -219,7 +219,7 @@ def test_config_resolves_a_file(run: typer.Typer, tmp_path: Path) -> None:
     assert "y·z=6" in str(bad.exception)
 
 
-def test_presets_are_listed_and_shown(run: typer.Typer) -> None:
+def test_config_cli_lists_and_shows_presets(run: typer.Typer) -> None:
     table = CliRunner().invoke(run, ["--presets"]).stdout
     assert all(name in table for name in PRESETS)
     assert "175B" in table

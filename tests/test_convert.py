@@ -68,14 +68,14 @@ def perplexity(folder: Path, text: str, seq: int) -> float:
 
 
 @pytest.mark.parametrize("grid", ["1,1,1", "2,1,2"])
-def test_import_and_export_change_no_byte(grid: str, folder: Path, tmp_path: Path) -> None:
+def test_import_export_cli_round_trip_is_byte_identical(grid: str, folder: Path, tmp_path: Path) -> None:
     done("import", folder, tmp_path / "run", "--cuboid", grid)
     done("export", tmp_path / "run", tmp_path / "out", "--cuboid", "1,2,1")
     assert len(list(folder.glob("*.safetensors"))) > 2
     assert contents(tmp_path / "out") == contents(folder)
 
 
-def test_export_in_another_precision(folder: Path, tmp_path: Path) -> None:
+def test_export_cli_converts_dtype(folder: Path, tmp_path: Path) -> None:
     done("import", folder, tmp_path / "run")
     done("export", tmp_path / "run", tmp_path / "out", "--dtype", "fp32")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
@@ -83,7 +83,7 @@ def test_export_in_another_precision(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def test_perplexity_is_that_of_transformers(folder: Path, text: Path, tmp_path: Path) -> None:
+def test_eval_cli_perplexity_matches_transformers(folder: Path, text: Path, tmp_path: Path) -> None:
     wanted = perplexity(folder, text.read_text(), 24)
     done(
         "data",
@@ -115,7 +115,7 @@ def train(run: Path, settings: dict[str, Any], grid: str) -> None:
     done("train", *(word for each in sets for word in ("--set", each)))
 
 
-def test_training_begins_with_a_folder_and_ends_in_one(folder: Path, text: Path, tmp_path: Path) -> None:
+def test_train_cli_fine_tunes_pretrained_folder_and_exports(folder: Path, text: Path, tmp_path: Path) -> None:
     """The first loss is the model's own; the trained model is the same in `transformers`."""
     run, out = tmp_path / "run", tmp_path / "out"
     settings: dict[str, Any] = {
@@ -145,7 +145,7 @@ def test_training_begins_with_a_folder_and_ends_in_one(folder: Path, text: Path,
     assert transformers.AutoTokenizer.from_pretrained(out).encode("abc") == [0, 1, 2]
 
 
-def test_a_run_of_ours_is_exported(text: Path, folder: Path, tmp_path: Path) -> None:
+def test_export_cli_writes_run_trained_from_scratch(text: Path, folder: Path, tmp_path: Path) -> None:
     """From nothing but a configuration, tokenizer included; and a further run begins with it."""
     run, out = tmp_path / "run", tmp_path / "out"
     settings: dict[str, Any] = {
@@ -169,7 +169,7 @@ def test_a_run_of_ours_is_exported(text: Path, folder: Path, tmp_path: Path) -> 
     assert "hidden = 32" in shown
 
 
-def test_what_cannot_be_converted(folder: Path, text: Path, tmp_path: Path) -> None:
+def test_convert_cli_rejects_bad_input(folder: Path, text: Path, tmp_path: Path) -> None:
     done("import", folder, tmp_path / "run")
     assert "not an empty folder" in refused("import", folder, tmp_path / "run")
     assert "not empty; name a new one" in refused("export", tmp_path / "run", folder)

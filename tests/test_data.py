@@ -25,7 +25,7 @@ BYTES = ByteTokenizer()
 # Building
 
 
-def test_build_is_what_memory_has_and_repeats(tmp_path: Path) -> None:
+def test_data_build_matches_memory_and_is_reproducible(tmp_path: Path) -> None:
     source = write(tmp_path / "some text", **{f"f{i}": f"file {i}\n" * (i + 1) for i in range(40)})
     files, done = text_files([source]), []
     built = build(files, tmp_path / "a folder" / "of tokens", BYTES, 0.1, progress=done.append)
@@ -42,7 +42,7 @@ def test_build_is_what_memory_has_and_repeats(tmp_path: Path) -> None:
     assert built.digest == memory.digest != tokenise(files[1:], BYTES, 0.1).digest
 
 
-def test_only_what_was_built_is_replaced(tmp_path: Path) -> None:
+def test_data_build_overwrites_only_built_tokens(tmp_path: Path) -> None:
     files = text_files([write(tmp_path / "text", a="abc" * 10)])
     out = tmp_path / "out"
     out.mkdir()
@@ -63,7 +63,7 @@ def test_only_what_was_built_is_replaced(tmp_path: Path) -> None:
     assert (out / "thesis.tex").read_text() == "precious"
 
 
-def test_a_build_that_fails_leaves_nothing_and_harms_nothing(tmp_path: Path) -> None:
+def test_data_build_interrupted_keeps_previous_output(tmp_path: Path) -> None:
     files = text_files([write(tmp_path / "text", a="abc" * 10)])
     build(files, tmp_path / "out", BYTES)
     before = (tmp_path / "out" / "train.bin").read_bytes()
@@ -77,7 +77,7 @@ def test_a_build_that_fails_leaves_nothing_and_harms_nothing(tmp_path: Path) -> 
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "text"]
 
 
-def test_load_takes_built_tokens_alone(tmp_path: Path, bpe: Path) -> None:
+def test_data_load_rejects_text_or_tokenizer_with_built_tokens(tmp_path: Path, bpe: Path) -> None:
     source = write(tmp_path / "text", a="abc" * 10)
     build(text_files([source]), tmp_path / "out", BYTES)
     with pytest.raises(ValueError, match="cannot be joined"):
@@ -87,13 +87,13 @@ def test_load_takes_built_tokens_alone(tmp_path: Path, bpe: Path) -> None:
     assert load([source], bpe).vocab == load_tokenizer(bpe).vocab
 
 
-def test_too_much_text_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_load_rejects_text_too_large_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuboid.data.corpus._IN_MEMORY", 100)
     with pytest.raises(ValueError, match=r"101 bytes of text are too many .*at most 100.*cuboid data build"):
         load([write(tmp_path, a="a" * 101)])
 
 
-def test_without_sources_the_default_is_python_itself() -> None:
+def test_data_load_defaults_to_python_stdlib() -> None:
     corpus = load()
     assert corpus.vocab == 256
     assert BYTES.decode(corpus.train[:500].tolist()).startswith(python_stdlib()[0].read_text()[:400])
@@ -108,7 +108,7 @@ def run(*arguments: object, terminal: bool = False) -> Result:
     return CliRunner().invoke(app, [str(a) for a in arguments], env={"TTY_COMPATIBLE": str(int(terminal))})
 
 
-def test_cli(tmp_path: Path, bpe: Path) -> None:
+def test_data_cli_build_reports_counts(tmp_path: Path, bpe: Path) -> None:
     source, out = write(tmp_path / "text", a="the cat sat on the mat\n" * 50), tmp_path / "the out"
     done = run("build", source, "--out", out, "--tokenizer", bpe, "--val-fraction", 0.2)
     assert done.exit_code == 0, done.output
@@ -120,13 +120,13 @@ def test_cli(tmp_path: Path, bpe: Path) -> None:
     assert isinstance(run("build", source, "--out", out).exception, ValueError)
 
 
-def test_cli_without_sources_on_a_terminal(tmp_path: Path) -> None:
+def test_data_cli_build_defaults_to_stdlib_with_progress_bar(tmp_path: Path) -> None:
     done = run("build", "--out", tmp_path / "out", terminal=True)
     assert done.exit_code == 0, done.output
     assert "━" in done.output  # a bar
     assert len(open_corpus(tmp_path / "out").train) > 5e6
 
 
-def test_cli_help_and_what_is_required() -> None:
+def test_data_cli_build_has_help_and_requires_out() -> None:
     assert "val-fraction" in run("build", "--help").output
     assert run("build").exit_code == 2

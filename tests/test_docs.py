@@ -84,7 +84,7 @@ RUN = {"toml": run_toml, "python": run_python, "bash": run_bash}
     "name",
     ["quickstart.md", "your-own-model.md", "checkpoints.md", pytest.param("cluster.md", marks=pytest.mark.slow)],
 )
-def test_every_block_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_every_code_block_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = blocks(name)
     assert found
@@ -92,7 +92,7 @@ def test_every_block_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         RUN[kind](text)
 
 
-def test_the_readme(capfd: pytest.CaptureFixture[str]) -> None:
+def test_readme_example_and_command_run(capfd: pytest.CaptureFixture[str]) -> None:
     text = README.read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
     run_python(example)
@@ -106,7 +106,7 @@ def test_the_readme(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
-def test_nothing_looks_like_code_and_is_not_run(path: Path) -> None:
+def test_docs_have_no_unrun_code_or_broken_links(path: Path) -> None:
     """No block is indented or of a kind that is not run, and links lead somewhere."""
     text = path.read_text()
     outside = BLOCK.sub("", text)

@@ -49,7 +49,7 @@ def opened(tree: ast.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
-def test_nothing_opens_a_pickle_or_evaluates_a_text(module: str) -> None:
+def test_package_uses_no_pickle_or_eval(module: str) -> None:
     assert opened(SOURCES[module]) == set()
 
 
@@ -67,7 +67,7 @@ def test_nothing_opens_a_pickle_or_evaluates_a_text(module: str) -> None:
         ("import json\njson.load(x)", set()),
     ],
 )
-def test_a_use_is_found(source: str, found: set[str]) -> None:
+def test_package_scan_detects_pickle_and_eval(source: str, found: set[str]) -> None:
     assert opened(ast.parse(source)) == found
 
 
@@ -91,7 +91,7 @@ def run(made: Path, tmp_path: Path) -> Path:
     return shutil.copytree(made, tmp_path / "a run")
 
 
-def test_what_a_run_writes_is_its_owners(made: Path) -> None:
+def test_run_folder_is_private_to_owner(made: Path) -> None:
     folders = [made, *(path for path in made.rglob("*") if path.is_dir())]
     assert len(folders) == 4
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
@@ -107,7 +107,7 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-def test_the_pickle_of_an_older_version_is_not_opened(run: Path, cuboid: Cuboid, tmp_path: Path) -> None:
+def test_checkpoint_pickle_of_older_version_is_not_opened(run: Path, cuboid: Cuboid, tmp_path: Path) -> None:
     path = candidates(run)[0]
     (path / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "caught")))
     (path / manifest.FILE).write_text(json.dumps({".metadata": [1, "0" * 32], "state.json": [1, "0" * 32]}))
@@ -138,14 +138,14 @@ def sum_of(file: Path) -> manifest.Sum:
 
 
 @pytest.mark.parametrize("name", ["../../config.toml", "/etc/hostname", "..", "a\x00b", "", ".hidden", "a/b", "a\\b"])
-def test_a_manifest_names_files_beside_it_alone(name: str, run: Path) -> None:
+def test_manifest_rejects_names_outside_its_folder(name: str, run: Path) -> None:
     path = candidates(run)[0]
     resign(path, **{name: manifest.Sum(3, "0" * 32)})
     with pytest.raises(manifest.Damaged, match="which names"):
         inspect(path)
 
 
-def test_tensors_are_read_from_files_that_the_manifest_names(run: Path) -> None:
+def test_piece_reader_rejects_files_not_in_manifest(run: Path) -> None:
     path = candidates(run)[0]
     index: dict[str, Any] = json.loads((path / INDEX).read_text())
     shutil.copy(path / "rank-00000.safetensors", run / "outside.safetensors")
@@ -158,7 +158,7 @@ def test_tensors_are_read_from_files_that_the_manifest_names(run: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "state.json", manifest.FILE])
-def test_only_regular_files_are_opened(kind: str, name: str, run: Path, tmp_path: Path) -> None:
+def test_checkpoint_inspect_rejects_non_regular_files(kind: str, name: str, run: Path, tmp_path: Path) -> None:
     file = candidates(run)[0] / name
     file.rename(tmp_path / "elsewhere")
     make = {"link": lambda: file.symlink_to(tmp_path / "elsewhere"), "pipe": lambda: os.mkfifo(file)}
@@ -188,13 +188,13 @@ def kept(run: Path, where: object) -> Path:
         [],
     ],
 )
-def test_an_export_writes_into_its_folder_alone(where: object, tmp_path: Path) -> None:
+def test_provenance_rejects_bad_tensor_index(where: object, tmp_path: Path) -> None:
     kept(tmp_path, where)
     with pytest.raises(ValueError, match=r"tensors\.json"):
         Provenance.of(tmp_path)
 
 
-def test_an_export_follows_no_link(tmp_path: Path) -> None:
+def test_provenance_rejects_symlinks(tmp_path: Path) -> None:
     place = kept(tmp_path, {"a": ["a.safetensors", "F32"]})
     assert Provenance.of(tmp_path) is not None
     (place / "config.json").symlink_to("/etc/hostname")

@@ -12,7 +12,7 @@ from cuboid.plan.search import predict
 
 
 @pytest.mark.parametrize(("rank", "special"), [(0, {}), (2345, {"qk_norm": True, "qkv_bias": True})])
-def test_one_rank_of_many(rank: int, special: dict[str, bool]) -> None:
+def test_dry_run_matches_step_cost_on_one_of_4096_ranks(rank: int, special: dict[str, bool]) -> None:
     config = ModelConfig("llama", layers=1, hidden=1024, heads=128, kv_heads=32, vocab=5000, context=512, **special)
     cuboid = Cuboid(16, 8, 8, data=4)
     counted = dry_run(Work(config, 32, 512, "fp32"), cuboid, Choice(), rank)
@@ -22,7 +22,7 @@ def test_one_rank_of_many(rank: int, special: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 8])
-def test_the_peak_of_micro_batches(micro_batches: int) -> None:
+def test_planner_peak_of_micro_batches_matches_dry_run(micro_batches: int) -> None:
     """Has the gradients of those before in it, in the run as in the plan."""
     config, cuboid = ModelConfig("gpt2", layers=4, hidden=256, heads=8, vocab=1000, context=128), Cuboid(data=8)
     work = Work(config, 8, 128, micro_batches=micro_batches)

@@ -100,7 +100,7 @@ def wait_for(agents: Agents, what: Callable[[], object]) -> None:
 @pytest.mark.slow
 @namespaces.needed
 @pytest.mark.parametrize("how", ["killed", "cut off"])
-def test_a_host_is_lost_and_comes_back(how: str, tmp_path: Path, pool: Callable[[int], Pool]) -> None:
+def test_train_cli_survives_loss_and_return_of_host(how: str, tmp_path: Path, pool: Callable[[int], Pool]) -> None:
     text, run = write_text(tmp_path), tmp_path / "run"
     changes = [*CHANGES, *on("2,2,2")]
     words = [word for each in settings(text, *changes, f"logging.folder={run}") for word in ("--set", each)]

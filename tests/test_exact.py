@@ -152,12 +152,12 @@ def name_of(case: Case) -> str:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] * slow(case)) for case in CASES]
 )
-def test_step_is_the_step_on_one_device(case: Case, pool: Callable[[int], Pool]) -> None:
+def test_cuboid_parallel_step_matches_serial(case: Case, pool: Callable[[int], Pool]) -> None:
     errors = pool(case.cuboid.ranks).run(compare, case)[0]
     assert not wrong(errors), case
 
 
-def test_every_pair_of_options_occurs_on_a_mixed_cuboid() -> None:
+def test_cases_cover_every_option_pair_on_mixed_cuboids() -> None:
     seen = set[tuple]()
     for grid, choice in zip(GRIDS, CHOICES, strict=True):
         if mixed(grid):
@@ -175,5 +175,5 @@ def test_every_pair_of_options_occurs_on_a_mixed_cuboid() -> None:
         pytest.param(lambda c, g: c.ffn % g.y and g.z > 1, id="an inner size that y cannot cut"),
     ],
 )
-def test_sizes_that_must_occur(happens: Callable[[ModelConfig, Cuboid], bool]) -> None:
+def test_cases_cover_sizes_that_do_not_divide(happens: Callable[[ModelConfig, Cuboid], bool]) -> None:
     assert any(happens(case.config, case.cuboid) for case in CASES)

@@ -105,14 +105,14 @@ def refused_or_fine(text: bytes) -> None:
 
 @often
 @given(st.dictionaries(names, values, max_size=4))
-def test_values_of_any_kind(changes: dict[str, Any]) -> None:
+def test_config_accepts_or_rejects_any_value(changes: dict[str, Any]) -> None:
     lines = [f"{name} = {toml(value)}" for name, value in changes.items()]
     refused_or_fine("\n".join(lines).encode())
 
 
 @often
 @given(st.data())
-def test_torn_and_mixed_files(data: st.DataObject) -> None:
+def test_config_accepts_or_rejects_corrupted_files(data: st.DataObject) -> None:
     text = bytearray(resolved_toml(TrainConfig()).encode())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(text) - 1))
@@ -122,7 +122,7 @@ def test_torn_and_mixed_files(data: st.DataObject) -> None:
 
 @often
 @given(st.binary(max_size=60))
-def test_files_of_anything(content: bytes) -> None:
+def test_config_accepts_or_rejects_arbitrary_bytes(content: bytes) -> None:
     refused_or_fine(content)
 
 
@@ -151,7 +151,7 @@ def altered(draw: st.DrawFn, good: dict[str, Any]) -> dict[str, Any]:
 
 @often
 @given(altered(CPU), st.sampled_from([1, 8, 16]))
-def test_a_plan_of_any_hardware(figures: dict[str, Any], devices: int) -> None:
+def test_planner_accepts_or_rejects_any_hardware(figures: dict[str, Any], devices: int) -> None:
     with somewhere() as folder, no_work():
         (folder / "mine.json").write_text(json.dumps(figures))
         with suppress(ValueError):
@@ -161,7 +161,7 @@ def test_a_plan_of_any_hardware(figures: dict[str, Any], devices: int) -> None:
 
 @often
 @given(altered(LLAMA))
-def test_a_plan_of_any_model(sizes: dict[str, Any]) -> None:
+def test_planner_accepts_or_rejects_any_model(sizes: dict[str, Any]) -> None:
     with somewhere() as folder, no_work():
         (folder / "config.json").write_text(json.dumps(sizes))
         with suppress(ValueError):
@@ -209,7 +209,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 
 @often
 @given(command_lines())
-def test_any_command_line(line: list[str]) -> None:
+def test_cli_accepts_or_rejects_any_command_line(line: list[str]) -> None:
     with somewhere(), no_work():
         done = CliRunner().invoke(app, line)
     if not isinstance(done.exception, Began | ValueError | SystemExit | None):

@@ -52,14 +52,14 @@ CUBOIDS += [pytest.param(each, marks=pytest.mark.slow) for each in (Cuboid(), Cu
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("cuboid", CUBOIDS, ids=str)
-def test_the_same_tokens_on_every_cuboid(config: ModelConfig, cuboid: Cuboid, pool: Pools) -> None:
+def test_generate_greedy_matches_uncached_on_every_cuboid(config: ModelConfig, cuboid: Cuboid, pool: Pools) -> None:
     wanted = without_cache(config, 8)
     assert len(set(wanted)) > 3  # not one token over and over
     for found in pool(cuboid.ranks).run(tokens_of, config, cuboid, PROMPT, 8, GREEDY):
         assert found == wanted
 
 
-def test_the_same_draws_on_every_cuboid(pool: Pools) -> None:
+def test_generate_samples_alike_on_every_cuboid(pool: Pools) -> None:
     sampling = Sampling(temperature=1.5, top_k=20, top_p=0.95, seed=3)
     wanted = list(generate(serial(LLAMA), PROMPT, 10, sampling))
     for found in pool(4).run(tokens_of, LLAMA, Cuboid(2, 1, 2), PROMPT, 10, sampling):
@@ -92,21 +92,21 @@ def shares(sampling: Sampling) -> dict[int, float]:
     ],
     ids=str,
 )
-def test_tokens_are_drawn_as_often_as_they_should(sampling: Sampling, expected: dict[int, float]) -> None:
+def test_sampling_draws_expected_frequencies(sampling: Sampling, expected: dict[int, float]) -> None:
     assert shares(sampling) == pytest.approx(expected, abs=0.04)
 
 
-def test_a_prompt_of_one_token_and_of_many() -> None:
+def test_generate_continues_own_output_given_as_prompt() -> None:
     whole = list(generate(serial(LLAMA), [3], 12, GREEDY))
     assert list(generate(serial(LLAMA), [3, *whole[:7]], 5, GREEDY)) == whole[7:]
 
 
-def test_only_tokens_of_the_tokenizer_are_drawn() -> None:
+def test_generate_draws_only_tokenizer_vocab() -> None:
     assert max(generate(serial(LLAMA), PROMPT, 30, Sampling(5.0))) > 9
     assert max(generate(serial(LLAMA), PROMPT, 30, Sampling(5.0), vocab=9)) < 9
 
 
-def test_learned_positions_end_and_rotary_ones_do_not() -> None:
+def test_generate_stops_at_context_only_for_learned_positions() -> None:
     assert len(list(generate(serial(GPT2), PROMPT, 100, GREEDY))) == GPT2.context - len(PROMPT)
     assert len(list(generate(serial(LLAMA), PROMPT, 30, GREEDY))) == 30
     assert not list(generate(serial(LLAMA), PROMPT, 0, GREEDY))
@@ -121,7 +121,7 @@ def test_learned_positions_end_and_rotary_ones_do_not() -> None:
         (LLAMA, [1, -1, 2], "token -1 but the model knows 37"),
     ],
 )
-def test_prompts_that_cannot_be(config: ModelConfig, prompt: list[int], said: str) -> None:
+def test_generate_rejects_bad_prompts(config: ModelConfig, prompt: list[int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         next(generate(serial(config), prompt, 1))
 
@@ -136,6 +136,6 @@ def test_prompts_that_cannot_be(config: ModelConfig, prompt: list[int], said: st
         (1.0, 0, 1.1, "top_p=1.1"),
     ],
 )
-def test_ways_to_draw_that_cannot_be(temperature: float, top_k: int, top_p: float, said: str) -> None:
+def test_sampling_rejects_bad_parameters(temperature: float, top_k: int, top_p: float, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Sampling(temperature, top_k, top_p)

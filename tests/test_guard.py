@@ -51,7 +51,7 @@ def after(config: GuardSection, steps: list[tuple[float, float]]) -> Guard:
         (2.0, 11.5, "step 5: the gradient's norm is 11.5, where the last 4 had a median of 1.1"),
     ],
 )
-def test_what_is_wrong_is_said(loss: float, norm: float, said: str) -> None:
+def test_guard_skips_warns_or_stops_on_bad_step(loss: float, norm: float, said: str) -> None:
     config = GuardSection(spike="skip", window=4)
     steps = [(2.0, 1.0), (2.4, 1.2), (2.0, 1.0), (9.0, 9.0)]
     guard = after(config, steps)
@@ -70,17 +70,17 @@ def test_what_is_wrong_is_said(loss: float, norm: float, said: str) -> None:
     assert warned.admit(5, loss, norm) == ("median" in said)
 
 
-def test_a_spike_needs_a_whole_window() -> None:
+def test_guard_spike_needs_full_window() -> None:
     guard = after(GuardSection(spike="stop", window=3), [(1.0, 1.0), (1.0, 1.0)])
     assert guard.admit(3, 100.0, 100.0)
 
 
-def test_nothing_is_a_spike_if_no_factor_is_given() -> None:
+def test_guard_zero_factor_disables_spike_detection() -> None:
     guard = after(GuardSection(spike="stop", window=1, loss_factor=0, norm_factor=0), [(1.0, 1.0)])
     assert guard.admit(2, 1e6, 1e6)
 
 
-def test_too_many_skips_end_the_run() -> None:
+def test_guard_stops_after_too_many_skips() -> None:
     guard = Guard(GuardSection(most_skips=2))
     for step in (1, 2):
         assert not guard.admit(step, 1.0, nan)
@@ -91,7 +91,7 @@ def test_too_many_skips_end_the_run() -> None:
         guard.admit(6, 1.0, nan)
 
 
-def test_a_search_for_a_scale_is_no_fault() -> None:
+def test_guard_tolerates_loss_scale_search() -> None:
     guard = Guard(GuardSection(nonfinite="stop", most_skips=0))
     for step in range(1, 30):
         assert not guard.admit(step, 1.0, nan, searching=True)
@@ -121,7 +121,7 @@ def run_struck(world: World, config: TrainConfig, rank: int, value: float) -> li
 
 
 @pytest.mark.parametrize("value", [nan, 1e3])
-def test_one_rank_strikes_and_all_skip(value: float, text: Path, pool: Pools) -> None:
+def test_guard_bad_gradient_on_one_rank_skips_on_all(value: float, text: Path, pool: Pools) -> None:
     config = tiny(text, *on("2,2,1"), "guard.window=3", "guard.spike=skip")
     for reports in pool(4).run(run_struck, config, 2, value):
         assert [report.skipped for report in reports] == [False] * 3 + [True] * 2
@@ -129,7 +129,7 @@ def test_one_rank_strikes_and_all_skip(value: float, text: Path, pool: Pools) ->
         assert [report.skips for report in reports] == [0, 0, 0, 1, 2]
 
 
-def test_a_stop_is_said_once_and_clearly(text: Path) -> None:
+def test_guard_stop_raises_diverged_naming_step(text: Path) -> None:
     with pytest.raises(Diverged, match=r'^step 4: the gradient is not finite; guard.nonfinite = "stop" ends the run'):
         Pool(4).run(run_struck, tiny(text, *on("2,2,1"), "guard.nonfinite=stop"), 2, nan)
 
@@ -156,7 +156,7 @@ def spiked(world: World, config: TrainConfig, folder: Path, resume: Path | None)
         Trainer.step = real  # type: ignore[method-assign]
 
 
-def test_a_resumed_run_judges_as_the_whole_one(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_guard_resumed_run_skips_same_steps(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """On ranks of its own: those of an earlier test do not speak to this one's `capfd`."""
     changes = (*on("2,1,1"), "guard.window=5", "guard.spike=skip", "checkpoint.every=7", "checkpoint.keep=0")
     config = tiny(text, *changes, "schedule.steps=9", "logging.sample_tokens=0")
@@ -220,7 +220,7 @@ def flip_bit(x: Tensor) -> None:
         ("2,1,1", "a product", 1, "products with rank 0's positions.weight differ between ranks 0, 1"),
     ],
 )
-def test_who_is_wrong_is_named(cuboid: str, where: str, rank: int, said: str, text: Path) -> None:
+def test_agree_check_names_corrupted_rank(cuboid: str, where: str, rank: int, said: str, text: Path) -> None:
     config = tiny(text, *on(cuboid), *UNEVEN)
     with pytest.raises(Corrupted, match=r"^step 2: ") as caught:
         Pool(ranks_of(config)).run(corrupted, config, where, rank)
@@ -230,7 +230,7 @@ def test_who_is_wrong_is_named(cuboid: str, where: str, rank: int, said: str, te
 
 
 @pytest.mark.parametrize("cuboid", ["2,3,2", "2,1,2,2"])
-def test_who_is_right_is_not(cuboid: str, text: Path, pool: Pools) -> None:
+def test_agree_check_passes_healthy_ranks(cuboid: str, text: Path, pool: Pools) -> None:
     config = tiny(text, *on(cuboid), *UNEVEN, "guard.check_every=1")
     pool(ranks_of(config)).run(run_checked, config, 4)
 

@@ -20,7 +20,7 @@ CPU = PRESETS["cpu"]
 GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=24, vocab=37, context=16, ffn=40)
 
 
-def test_published_figures() -> None:
+def test_published_misses_only_documented_figures() -> None:
     """All within what is allowed but those of one order of ranks, which docs/planner.md names."""
     lines = {line.what: line for line in published()}
     assert len(lines) == 10
@@ -31,7 +31,7 @@ def test_published_figures() -> None:
     assert one_d > two_d > 1
 
 
-def test_every_preset_names_its_sources() -> None:
+def test_hardware_presets_cite_source_of_every_figure() -> None:
     assert {"v100-edr", "a100-hdr", "h100-ndr", "cpu"} == set(PRESETS)
     figures = {each.name for each in fields(hardware.Hardware)} - {"name", "source"}
     for preset in PRESETS.values():
@@ -43,7 +43,7 @@ def links(**changes: float) -> dict[str, dict[str, float]]:
     return dict.fromkeys(hardware.KINDS, {"base": 1e-3, "hop": 1e-3, "bandwidth": 1e9} | changes)
 
 
-def test_links_that_were_not_measured_are_missed_only_where_they_are_needed() -> None:
+def test_hardware_unmeasured_links_rejected_only_where_needed() -> None:
     work, devices = Work(GPT2, 16, 16, "fp32"), CPU.node
     near, alone = replace(CPU, across={}), replace(CPU, node=1, inside={}, across={})
     assert rank(near, work, devices).plans[0].seconds == rank(CPU, work, devices).plans[0].seconds
@@ -57,7 +57,7 @@ def test_links_that_were_not_measured_are_missed_only_where_they_are_needed() ->
             rank(hw, work, count)
 
 
-def test_hardware_files(tmp_path: Path) -> None:
+def test_hardware_load_round_trips_and_rejects_bad_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     CPU.save(path)
     assert hardware.load(str(path)) == CPU
@@ -109,7 +109,7 @@ def test_hardware_files(tmp_path: Path) -> None:
         hardware.load("a100-hdm")
 
 
-def test_models_of_hugging_face(tmp_path: Path) -> None:
+def test_source_model_reads_and_checks_hugging_face_config(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     sizes = {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
     path.write_text(json.dumps({"model_type": "mistral", "vocab_size": 99, "intermediate_size": 200, **sizes}))
@@ -130,7 +130,7 @@ def test_models_of_hugging_face(tmp_path: Path) -> None:
             model(str(path))
 
 
-def test_a_check_of_measurements() -> None:
+def test_plan_check_predicts_measured_layouts() -> None:
     """Six real results, predicted by their machine's figures as well as docs/planner.md says."""
     folder = Path(__file__).parent.parent / "benchmarks" / "planner"
     hw = hardware.load(str(folder / "machine.json"))

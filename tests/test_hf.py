@@ -87,7 +87,9 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("name", "cuboid"), EVERY)
-def test_loss_logits_and_gradients(name: str, cuboid: Cuboid, folders: Callable[[str], Path], pool: Pools) -> None:
+def test_from_pretrained_step_matches_transformers(
+    name: str, cuboid: Cuboid, folders: Callable[[str], Path], pool: Pools
+) -> None:
     folder = folders(name)
     errors = pool(cuboid.ranks).run(step, folder, cuboid, pretrained.tokens_for(folder))[0]
     assert {key: error for key, error in errors.items() if not error <= 1e-9} == {}
@@ -101,14 +103,14 @@ def continued(world: World, folder: Path, cuboid: Cuboid, prompt: list[int], cou
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mistral", "qwen2", "qwen3"])
-def test_greedy_generation(name: str, folders: Callable[[str], Path], pool: Pools) -> None:
+def test_generate_greedy_matches_transformers(name: str, folders: Callable[[str], Path], pool: Pools) -> None:
     folder, prompt = folders(name), [3, 1, 4, 1, 5]
     with torch.no_grad(), pretrained.wide():
         wanted = pretrained.load(folder).generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
     assert pool(4).run(continued, folder, Cuboid(1, 2, 2), prompt, 8)[0] == wanted[0, 5:].tolist()
 
 
-def test_a_window_is_refused_where_it_would_slide(folders: Callable[[str], Path], pool: Pools) -> None:
+def test_from_pretrained_rejects_seq_beyond_sliding_window(folders: Callable[[str], Path], pool: Pools) -> None:
     assert len(pool(1).run(continued, folders("mistral"), Cuboid(), [1, 2], 40)[0]) == 22  # 24 in all
     with pytest.raises(ValueError, match="seq=25 is longer than window=24"):
         pool(1).run(step, folders("mistral"), Cuboid(), pretrained.tokens_for(folders("mistral"), seq=25))
@@ -124,7 +126,7 @@ def rewritten(world: World, folder: Path, cuboid: Cuboid, out: Path, dtype: torc
 
 
 @pytest.mark.parametrize("name", pretrained.CONFIGS)
-def test_an_export_is_what_transformers_writes(
+def test_save_pretrained_writes_same_as_transformers(
     name: str, folders: Callable[[str], Path], tmp_path: Path, pool: Pools
 ) -> None:
     """Weights byte by byte; config.json by the model that it makes."""
@@ -138,7 +140,7 @@ def test_an_export_is_what_transformers_writes(
     assert torch.equal(found, wanted)
 
 
-def test_an_export_in_shards(folders: Callable[[str], Path], tmp_path: Path, pool: Pools) -> None:
+def test_save_pretrained_splits_into_shards(folders: Callable[[str], Path], tmp_path: Path, pool: Pools) -> None:
     folder, out = folders("qwen3"), tmp_path / "out"
     pool(4).run(rewritten, folder, Cuboid(1, 2, 2), out, torch.bfloat16, 20_000)
     index = json.loads((out / INDEX).read_text())
@@ -154,12 +156,12 @@ def test_an_export_in_shards(folders: Callable[[str], Path], tmp_path: Path, poo
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_said_and_read(name: str, tmp_path: Path) -> None:
+def test_architecture_config_json_round_trips_presets(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(architecture.config_json(PRESETS[name], "bfloat16")))
     assert architecture.model_config(tmp_path) == PRESETS[name]
 
 
-def test_a_model_that_nobody_has_is_not_exported(tmp_path: Path) -> None:
+def test_architecture_config_json_rejects_unsupported_model(tmp_path: Path) -> None:
     odd = PRESETS["qwen3-0.6b"].replace(qkv_bias=True)
     with pytest.raises(ValueError, match=r"no Hugging Face architecture has .* qkv_bias=True, qk_norm=True"):
         architecture.config_json(odd, "float32")
@@ -234,7 +236,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_read_is_refused(case: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_from_pretrained_rejects_bad_folders(case: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folders("llama"), tmp_path / "model")
     spoil, said = BAD[case]
     spoil(folder)
@@ -244,14 +246,14 @@ def test_what_cannot_be_read_is_refused(case: str, folders: Callable[[str], Path
         assert words in str(refusal.value)
 
 
-def test_every_rank_refuses_alike(folders: Callable[[str], Path], tmp_path: Path, pool: Pools) -> None:
+def test_from_pretrained_rejects_on_every_rank(folders: Callable[[str], Path], tmp_path: Path, pool: Pools) -> None:
     folder = shutil.copytree(folders("llama"), tmp_path / "model")
     resaved(folder, lambda tensors: tensors.pop(Q))
     with pytest.raises(ValueError, match="lacks tensor"):
         pool(2).run(continued, folder, Cuboid(1, 2, 1), [1], 1)
 
 
-def test_files_of_other_habits(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_from_pretrained_reads_older_file_formats(folders: Callable[[str], Path], tmp_path: Path) -> None:
     """GPT-2's first file has no prefix, and masks among the weights; older configurations say RoPE otherwise."""
     folder = shutil.copytree(folders("gpt2"), tmp_path / "gpt2")
     wanted = from_pretrained(folder, Cuboid(), torch.float64)
@@ -271,7 +273,7 @@ def test_files_of_other_habits(folders: Callable[[str], Path], tmp_path: Path) -
     assert new.rope_scaling is not None
 
 
-def test_the_order_of_axes_does_not_matter(folders: Callable[[str], Path], pool: Pools) -> None:
+def test_from_pretrained_is_independent_of_axis_order(folders: Callable[[str], Path], pool: Pools) -> None:
     folder, cuboid = folders("qwen2"), Cuboid(2, 2, 1, order=tuple(reversed(AXES)))
     errors = pool(4).run(step, folder, cuboid, pretrained.tokens_for(folder))[0]
     assert max(errors.values()) <= 1e-9

@@ -19,7 +19,7 @@ from cuboid.launch import Pool
 
 @pytest.mark.slow
 @namespaces.needed
-def test_two_hosts_train_as_one(tmp_path: Path, pool: Callable[[int], Pool]) -> None:
+def test_train_cli_on_two_hosts_matches_one_machine(tmp_path: Path, pool: Callable[[int], Pool]) -> None:
     text, run = write_text(tmp_path), tmp_path / "run"
     changes = [*on("2,2,1"), "schedule.steps=4"]
     sets = [word for change in settings(text, *changes, f"logging.folder={run}") for word in ("--set", change)]

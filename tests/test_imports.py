@@ -79,15 +79,15 @@ def imports(tree: ast.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("module", CORE)
-def test_the_core_imports_what_is_below(module: str) -> None:
+def test_core_imports_only_lower_modules(module: str) -> None:
     assert imports(SOURCES[module]) <= set(CORE[: CORE.index(module)])
 
 
-def test_no_imports_in_circles() -> None:
+def test_package_has_no_import_cycles() -> None:
     TopologicalSorter({name: imports(tree) for name, tree in SOURCES.items()}).prepare()
 
 
-def test_nothing_imports_the_command_line() -> None:
+def test_cli_is_imported_only_by_main() -> None:
     users = {name for name, tree in SOURCES.items() if any(i.split(".")[0] == "cli" for i in imports(tree))}
     assert {name for name in users if name.split(".")[0] != "cli"} == {"__main__"}
 
@@ -111,7 +111,7 @@ def calls(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_one_file_calls_collectives() -> None:
+def test_comm_alone_calls_collectives() -> None:
     assert {name for name, tree in SOURCES.items() if calls(tree)} == {"comm"}
 
 
@@ -125,5 +125,5 @@ def test_one_file_calls_collectives() -> None:
         ("import torch.distributed as d\nd.new_group()", set()),
     ],
 )
-def test_a_call_is_found(source: str, found: set[str]) -> None:
+def test_collective_scan_finds_calls_and_imports(source: str, found: set[str]) -> None:
     assert calls(ast.parse(source)) == found

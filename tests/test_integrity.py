@@ -162,7 +162,7 @@ def resumed(world: World, config: TrainConfig, good: Path, runs: list[Path]) -> 
     return found
 
 
-def test_whatever_is_corrupted_is_noticed_and_what_is_good_is_used(
+def test_checkpoint_corrupted_falls_back_to_newest_good(
     run: Path, config: TrainConfig, tmp_path: Path, pool: Pools
 ) -> None:
     """Every bit of what is used is as it was written."""
@@ -187,7 +187,7 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", "tensors.json", "state.json"])
-def test_a_damaged_checkpoint_that_is_named_is_refused(
+def test_resume_rejects_explicitly_given_damaged_checkpoint(
     name: str, run: Path, config: TrainConfig, tmp_path: Path, pool: Pools
 ) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
@@ -199,7 +199,9 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(
     assert pool(2).run(said_to_resuming, config, copy) == ["resumed from 2"] * 2
 
 
-def test_when_none_is_good_all_are_named(run: Path, config: TrainConfig, tmp_path: Path, pool: Pools) -> None:
+def test_resume_lists_every_checkpoint_if_all_are_damaged(
+    run: Path, config: TrainConfig, tmp_path: Path, pool: Pools
+) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     flip(copy / "checkpoints" / "step-00000001" / "rank-00001.safetensors")
     (copy / "checkpoints" / "step-00000002" / "rank-00000.safetensors").unlink()
@@ -214,7 +216,9 @@ def test_when_none_is_good_all_are_named(run: Path, config: TrainConfig, tmp_pat
         candidates(tmp_path / "nothing")
 
 
-def test_what_looks_whole_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_newest_skips_incomplete_and_links(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     folder = copy / "checkpoints"
     (folder / "step-00000099.aside").mkdir()
@@ -249,7 +253,7 @@ def bytes_read(world: World, config: TrainConfig, run: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("cuboid", ["1,2,2", "4,1,1"])
-def test_a_rank_reads_what_it_keeps(cuboid: str, run: Path, config: TrainConfig, pool: Pools) -> None:
+def test_resume_reads_only_own_shards(cuboid: str, run: Path, config: TrainConfig, pool: Pools) -> None:
     other = tiny(Path(config.data.paths[0]), *on(cuboid))
     for read, held in pool(4).run(bytes_read, other, run):
         assert read == held > 0
@@ -301,7 +305,7 @@ def failing(
     ("rank", "where"), [(1, "rank-00001.safetensors"), (0, "tensors.json"), (0, "state.json"), (0, "manifest.json")]
 )
 @pytest.mark.parametrize("times", [2, 3])
-def test_all_ranks_learn_of_a_failed_write(
+def test_checkpoint_writer_retries_then_fails_on_all_ranks(
     rank: int, where: str, times: int, config: TrainConfig, tmp_path: Path, pool: Pools
 ) -> None:
     (first, there), (second, _) = pool(2).run(failing, config, tmp_path, rank, where, times)
@@ -339,7 +343,7 @@ def killed(world: World, config: TrainConfig, folder: Path, at: int) -> None:
         writer.save(trainer.done, trainer.optimizer, trainer.state())
 
 
-def test_killed_at_any_moment_of_a_save(run: Path, config: TrainConfig, tmp_path: Path) -> None:
+def test_checkpoint_writer_kill_mid_save_keeps_valid_checkpoint(run: Path, config: TrainConfig, tmp_path: Path) -> None:
     alone = tiny(Path(config.data.paths[0]), *on("1,1,1"))
     wholes, ended = [], []
     for at in numbers():

@@ -51,7 +51,7 @@ def fail(world: World, how: str) -> object:
         ("answer", r"rank 1 failed\n(?s:.*)lambda"),
     ],
 )
-def test_one_rank_fails_and_all_end(how: str, said: str) -> None:
+def test_pool_ends_all_ranks_when_one_fails(how: str, said: str) -> None:
     pool = Pool(3)
     pids = pool.run(pid_of)
     with pytest.raises(RankError, match=said):
@@ -70,7 +70,7 @@ def start_and_wait(pipe: int) -> None:
     launch(wait_long, 2, [pipe])
 
 
-def test_ranks_end_when_who_started_them_is_killed() -> None:
+def test_launch_ranks_end_when_parent_is_killed() -> None:
     ours, theirs = os.pipe()
     starter = get_context("fork").Process(target=start_and_wait, args=(theirs,))
     starter.start()
@@ -88,11 +88,11 @@ def rank_and_size(world: World) -> tuple[int, int]:
     return world.rank, world.size
 
 
-def test_results_come_in_rank_order() -> None:
+def test_launch_returns_results_in_rank_order() -> None:
     assert launch(rank_and_size, 3) == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_torchrun_with_other_ranks_than_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_rejects_torchrun_world_size_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"torchrun started 2 ranks but 8 are wanted; set --nproc-per-node"):
@@ -113,14 +113,14 @@ def meet_twice(world: World, port: int) -> list[int]:
     return found
 
 
-def test_ranks_started_again_do_not_meet_the_dead() -> None:
+def test_fresh_store_ignores_entries_of_dead_ranks() -> None:
     old = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     old.set("cuboid/question/2", "asked by a rank that is gone")
     with Pool(3) as ranks:
         assert ranks.run(meet_twice, old.port) == [[3, 3]] * 3
 
 
-def test_torchrun_trains_as_forked_ranks_do(tmp_path: Path, pool: Pools) -> None:
+def test_train_cli_torchrun_matches_forked_ranks(tmp_path: Path, pool: Pools) -> None:
     text, run = write_text(tmp_path), tmp_path / "a run"
     changes = [*on("1,2,1"), "schedule.steps=4"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

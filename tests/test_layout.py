@@ -29,14 +29,14 @@ def arange(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @given(st.integers(1, 50), st.integers(1, 12))
-def test_cut_is_torch_chunk_with_the_empty_parts(n: int, parts: int) -> None:
+def test_layout_split_matches_torch_chunk_plus_empty_shards(n: int, parts: int) -> None:
     found = [list(range(*cut(n, parts, index))) for index in range(parts)]
     chunks = [chunk.tolist() for chunk in torch.arange(n).chunk(parts)]
     assert found == chunks + [[]] * (parts - len(chunks))
 
 
 @given(specs(), cuboids)
-def test_join_undoes_take(spec: Spec, cuboid: Cuboid) -> None:
+def test_spec_join_inverts_take(spec: Spec, cuboid: Cuboid) -> None:
     whole = arange(spec.shape)
     pieces = [spec.take(whole, cuboid, cuboid.coordinates(rank)) for rank in range(cuboid.ranks)]
     assert torch.equal(spec.join(pieces, cuboid), whole)
@@ -46,7 +46,7 @@ def test_join_undoes_take(spec: Spec, cuboid: Cuboid) -> None:
 
 
 @given(specs(), cuboids)
-def test_gathered_is_the_union_of_the_shards(spec: Spec, cuboid: Cuboid) -> None:
+def test_spec_gathered_range_is_union_of_shards(spec: Spec, cuboid: Cuboid) -> None:
     """What a rank has once x no longer cuts is what the ranks along x have between them."""
     assume(all("x" not in axes[:-1] for axes in spec.cuts))  # only the last cut of a dim can be undone alone
     mine, whole = cuboid.coordinates(cuboid.ranks - 1), arange(spec.shape)
@@ -55,14 +55,14 @@ def test_gathered_is_the_union_of_the_shards(spec: Spec, cuboid: Cuboid) -> None
     assert along == {float(v) for v in whole[tuple(slice(*r) for r in ranges)].flatten()}
 
 
-def test_nested_cuts() -> None:
+def test_spec_nested_split_follows_dtensor_rule() -> None:
     """10 rows cut by y=2, then each block of 5 by x=3: DTensor's rule."""
     spec, cuboid = Spec((10,), (("y", "x"),)), Cuboid(3, 2, 1)
     found = [spec.ranges(cuboid, {"data": 0, "x": x, "y": y, "z": 0})[0] for y in range(2) for x in range(3)]
     assert found == [(0, 2), (2, 4), (4, 5), (5, 7), (7, 9), (9, 10)]
 
 
-def test_copies_must_agree() -> None:
+def test_spec_join_rejects_disagreeing_replicas() -> None:
     spec, cuboid = Spec((2,), ((),)), Cuboid(2, 1, 1)
     with pytest.raises(ValueError, match="rank 1 disagrees"):
         spec.join([torch.zeros(2), torch.tensor([0.0, 1.0])], cuboid)
@@ -87,5 +87,5 @@ def as_dtensor(world: World, spec: Spec, cuboid: Cuboid) -> bool:
 
 
 @pytest.mark.parametrize(("spec", "cuboid"), DTENSORS)
-def test_dtensor_reads_the_same_whole(spec: Spec, cuboid: Cuboid, pool: Callable[[int], Pool]) -> None:
+def test_spec_dtensor_full_tensor_matches_whole(spec: Spec, cuboid: Cuboid, pool: Callable[[int], Pool]) -> None:
     assert all(pool(8).run(as_dtensor, spec, cuboid))

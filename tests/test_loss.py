@@ -51,7 +51,9 @@ def errors(world: World, loss: Loss, sizes: tuple[int, ...], scale: float) -> tu
 
 @pytest.mark.parametrize("scale", [1.0, 300.0], ids=["small", "large"])
 @pytest.mark.parametrize("sizes", PARTS, ids=str)
-def test_value_and_gradient(sizes: tuple[int, ...], scale: float, pool: Callable[[int], Pool]) -> None:
+def test_loss_on_vocab_shards_matches_torch_cross_entropy(
+    sizes: tuple[int, ...], scale: float, pool: Callable[[int], Pool]
+) -> None:
     for loss in LOSSES:
         value, gradient, rows = pool(1).run(errors, loss, sizes, scale)[0]
         assert value < 1e-12, loss
@@ -59,7 +61,7 @@ def test_value_and_gradient(sizes: tuple[int, ...], scale: float, pool: Callable
         assert rows == ROWS
 
 
-def test_nothing_counts() -> None:
+def test_loss_is_zero_if_all_targets_are_ignored() -> None:
     logits, targets = torch.randn(2, VOCAB, dtype=torch.float64), torch.full((2,), -100)
     total, count, gradient = in_parts(logits, targets, Loss(label_smoothing=0.1, z_loss=0.1), (7, 6))
     assert total == count == 0

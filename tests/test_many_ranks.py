@@ -31,7 +31,7 @@ def ranks() -> Iterator[Pool]:
     ],
     ids=["cube", "cuboid", "2-D", "2.5-D"],
 )
-def test_step_on_64_ranks_is_the_step_on_one_device(
+def test_parallel_step_on_64_ranks_matches_one_device(
     parallel: Callable[[Case, Mesh], Parallel], case: Case, ranks: Pool
 ) -> None:
     assert not wrong(ranks.run(compare, case, parallel)[0])

@@ -16,14 +16,14 @@ cuboids = st.builds(Cuboid, sizes, sizes, sizes, sizes, st.permutations(AXES).ma
 
 
 @given(cuboids)
-def test_rank_and_coordinates_are_inverse(cuboid: Cuboid) -> None:
+def test_cuboid_rank_and_coordinates_are_inverse(cuboid: Cuboid) -> None:
     found = [cuboid.coordinates(rank) for rank in range(cuboid.ranks)]
     assert [cuboid.rank(coordinates) for coordinates in found] == list(range(cuboid.ranks))
     assert all(0 <= coordinates[axis] < cuboid.sizes[axis] for coordinates in found for axis in AXES)
 
 
 @given(cuboids, st.permutations(AXES).map(tuple))
-def test_array_has_every_rank_at_its_coordinates(cuboid: Cuboid, axes: tuple[str, ...]) -> None:
+def test_cuboid_array_has_every_rank_at_its_coordinates(cuboid: Cuboid, axes: tuple[str, ...]) -> None:
     array = cuboid.array(axes)
     assert array.size == cuboid.ranks
     for rank in range(cuboid.ranks):
@@ -31,20 +31,20 @@ def test_array_has_every_rank_at_its_coordinates(cuboid: Cuboid, axes: tuple[str
         assert array[tuple(coordinates[axis] for axis in axes)] == rank
 
 
-def test_the_last_axis_of_the_order_has_neighbouring_ranks() -> None:
+def test_cuboid_last_axis_of_order_has_adjacent_ranks() -> None:
     cuboid = Cuboid(2, 3, 2, 2, order=("z", "y", "data", "x"))
     assert cuboid.coordinates(1) == {"data": 0, "x": 1, "y": 0, "z": 0}
     assert cuboid.coordinates(2) == {"data": 1, "x": 0, "y": 0, "z": 0}
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 3), (4, 6), (6, 9), (8, 10), (12, 18), (64, 28)])
-def test_factorisations(ranks: int, count: int) -> None:
+def test_factorisations_enumerates_every_cuboid_once(ranks: int, count: int) -> None:
     found = list(factorisations(ranks))
     assert len(set(found)) == len(found) == count
     assert all(cuboid.ranks == ranks for cuboid in found)
 
 
-def test_counts() -> None:
+def test_cuboid_counts_ranks_and_formats_as_text() -> None:
     cuboid = Cuboid(2, 3, 4, data=5)
     assert (cuboid.block, cuboid.ranks) == (24, 120)
     assert str(cuboid) == "(2,3,4) × data=5"
@@ -52,11 +52,11 @@ def test_counts() -> None:
 
 
 @pytest.mark.parametrize("text", ["2,3,4", " 2, 3 ,4", "2x3x4", "2×3×4"])
-def test_parse(text: str) -> None:
+def test_cuboid_parse_accepts_commas_and_crosses(text: str) -> None:
     assert Cuboid.parse(text) == Cuboid(2, 3, 4)
 
 
-def test_parse_data_and_order() -> None:
+def test_cuboid_parse_reads_data_and_order() -> None:
     assert Cuboid.parse("2,1,1", 3, "z, y, x, data") == Cuboid(2, 1, 1, 3, ("z", "y", "x", "data"))
 
 
@@ -71,7 +71,7 @@ def groups(world: World, cuboid: Cuboid) -> dict[str, tuple[int, int, list[int]]
     return found
 
 
-def test_groups_are_the_lines_of_the_cuboid(pool: Callable[[int], Pool]) -> None:
+def test_mesh_groups_are_lines_of_cuboid(pool: Callable[[int], Pool]) -> None:
     cuboid = Cuboid(4, 1, 3, order=("z", "x", "y", "data"))
     for rank, found in enumerate(pool(12).run(groups, cuboid)):
         mine = cuboid.coordinates(rank)
@@ -83,7 +83,7 @@ def test_groups_are_the_lines_of_the_cuboid(pool: Callable[[int], Pool]) -> None
         assert found["part"] == (2, mine["x"] % 2, neighbours)
 
 
-def test_a_mesh_alone_needs_no_ranks() -> None:
+def test_mesh_alone_needs_no_process_group() -> None:
     mesh = Mesh(Cuboid(), alone=True)
     assert mesh.device == torch.device("cpu")
     assert all(getattr(mesh, axis).group is None for axis in AXES)

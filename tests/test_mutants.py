@@ -153,12 +153,16 @@ def name_of(value: Any) -> str:
     ],
     ids=name_of,
 )
-def test_caught(mutant: Mutant, config: ModelConfig, grid: tuple[int, ...], pool: Callable[[int], Pool]) -> None:
+def test_sharded_compare_detects_injected_bug(
+    mutant: Mutant, config: ModelConfig, grid: tuple[int, ...], pool: Callable[[int], Pool]
+) -> None:
     assert seen(mutant, config, Cuboid(*grid), pool)
 
 
 @pytest.mark.parametrize("grid", [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2)], ids=name_of)
-def test_interleaving_shows_only_where_x_and_y_are_both_cut(grid: tuple[int, ...], pool: Callable[[int], Pool]) -> None:
+def test_sharded_compare_needs_x_and_y_split_to_see_interleaving(
+    grid: tuple[int, ...], pool: Callable[[int], Pool]
+) -> None:
     assert not seen(interleaved, GPT2, Cuboid(*grid), pool)
 
 
@@ -173,7 +177,7 @@ def test_interleaving_shows_only_where_x_and_y_are_both_cut(grid: tuple[int, ...
     ],
     ids=name_of,
 )
-def test_not_seen_where_it_does_not_matter(
+def test_sharded_compare_passes_where_bug_has_no_effect(
     mutant: Mutant, config: ModelConfig, grid: tuple[int, ...], pool: Callable[[int], Pool]
 ) -> None:
     """The mutants break what they say they break, and nothing else."""

@@ -70,7 +70,7 @@ BOTH = [
 
 
 @pytest.mark.parametrize(("case", "sequence"), BOTH)
-def test_step_is_the_step_on_one_device(case: Case, sequence: bool, pool: Pools) -> None:
+def test_one_d_step_matches_one_device(case: Case, sequence: bool, pool: Pools) -> None:
     assert not wrong(pool(case.cuboid.ranks).run(compare, case, in_sequence if sequence else plain)[0])
 
 
@@ -105,7 +105,7 @@ def counted(world: World, case: Case, sequence: bool) -> tuple[Counts, Counts]:
 
 
 @pytest.mark.parametrize(("case", "sequence"), BOTH)
-def test_counts_are_the_formulas(case: Case, sequence: bool) -> None:
+def test_one_d_step_counts_match_cost_formulas(case: Case, sequence: bool) -> None:
     size = case.cuboid.ranks
     for found, predicted in silently(ends(size), size, counted, case, sequence):
         assert found == predicted
@@ -118,7 +118,7 @@ def bytes_of_a_layer(y: int, sequence: bool) -> dict[str, int]:
     return {kind: two["y"][kind][1] - one["y"][kind][1] for kind in two["y"]}
 
 
-def test_a_layer_moves_what_megatron_says() -> None:
+def test_one_d_cost_layer_traffic_matches_megatron() -> None:
     """Four all-reduces of the residual stream; or as many bytes in four all-gathers and four reduce-scatters, and the
     norms' gradients."""
     p, stream, norms = 6, 2 * 12 * LLAMA.hidden * 4, 2 * LLAMA.hidden * 4
@@ -144,7 +144,7 @@ def rounding(world: World, case: Case, sequence: bool) -> dict[str, float]:
 
 
 @VARIANTS
-def test_products_in_bf16(sequence: bool, pool: Pools) -> None:
+def test_one_d_bf16_matmul_stays_within_rounding(sequence: bool, pool: Pools) -> None:
     case = Case(GPT2.replace(init_std=0.2), Cuboid(1, 2, 1), 3, 13, loss=SMOOTH, dropout=7)
     for errors in pool(2).run(rounding, case, sequence):
         assert not wrong(errors, 0.015)
@@ -167,7 +167,7 @@ def evaluated(world: World, case: Case, sequence: bool) -> tuple[float, float, s
 
 
 @VARIANTS
-def test_evaluation(sequence: bool, pool: Pools) -> None:
+def test_one_d_evaluation_loss_matches_training_loss(sequence: bool, pool: Pools) -> None:
     for without, value, kinds in pool(2).run(evaluated, Case(GPT2, Cuboid(1, 2, 1), 2, 13), sequence):
         assert without == value
         assert kinds == {"all_gather", "reduce_scatter" if sequence else "all_reduce"}
@@ -183,7 +183,7 @@ def tokens_of(world: World, config: ModelConfig, cuboid: Cuboid, sequence: bool)
 
 @VARIANTS
 @pytest.mark.parametrize("config", [GPT2.replace(tied=False), LLAMA.replace(vocab=37)], ids=["gpt2", "llama"])
-def test_text_with_a_cache(config: ModelConfig, sequence: bool, pool: Pools) -> None:
+def test_one_d_generate_with_cache_matches_one_device(config: ModelConfig, sequence: bool, pool: Pools) -> None:
     cuboid = Cuboid(1, 2, 1, data=2)
     for found, wanted in pool(4).run(tokens_of, config.replace(init_std=0.3), cuboid, sequence):
         assert found == wanted
@@ -213,7 +213,7 @@ def refused(world: World, config: ModelConfig, cuboid: Cuboid) -> tuple[str, dic
     ],
     ids=["heads", "kv_heads", "ffn", "x", "z", "batch"],
 )
-def test_refused(config: ModelConfig, cuboid: Cuboid, text: str, pool: Pools) -> None:
+def test_one_d_rejects_unsupported_sizes(config: ModelConfig, cuboid: Cuboid, text: str, pool: Pools) -> None:
     for message, traffic in pool(4).run(refused, config, cuboid):
         assert message.startswith(text)
         assert not traffic

@@ -58,5 +58,5 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=count("random cuboids and models"))
 @given(case=cases())
-def test_step_is_the_step_on_one_device(case: Case, pool: Callable[[int], Pool]) -> None:
+def test_cuboid_parallel_random_step_matches_one_device(case: Case, pool: Callable[[int], Pool]) -> None:
     assert not wrong(pool(case.cuboid.ranks).run(compare, case)[0])

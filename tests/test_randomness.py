@@ -29,20 +29,22 @@ def whole_of(key: int, shape: tuple[int, ...], std: float) -> torch.Tensor:
 
 
 @given(slices(), st.integers(0, 10))
-def test_slice_of_the_whole(cut: tuple[tuple[int, ...], tuple[tuple[int, int], ...]], seed: int) -> None:
+def test_normal_slice_equals_slice_of_whole(
+    cut: tuple[tuple[int, ...], tuple[tuple[int, int], ...]], seed: int
+) -> None:
     shape, ranges = cut
     key = key_of(seed, "w")
     whole = whole_of(key, shape, 0.3)
     assert torch.equal(normal(key, shape, ranges, 0.3), whole[tuple(slice(*r) for r in ranges)])
 
 
-def test_slices_longer_than_a_chunk() -> None:
+def test_normal_slice_longer_than_chunk_matches_whole() -> None:
     shape = (3000, 700)
     whole = whole_of(5, shape, 1.0)
     assert torch.equal(normal(5, shape, ((100, 2900), (1, 699)), 1.0), whole[100:2900, 1:699])
 
 
-def test_normal_is_normal() -> None:
+def test_normal_values_are_gaussian_and_independent() -> None:
     """A million values: mean, spread, tails and the independence of neighbours, rows and keys."""
     a, b = whole_of(key_of(0, "a"), (1000, 1000), 0.5), whole_of(key_of(0, "b"), (1000, 1000), 0.5)
     assert abs(a.mean()) < 0.002
@@ -52,7 +54,7 @@ def test_normal_is_normal() -> None:
         assert abs((a * other).mean()) < 0.002
 
 
-def test_keys_differ_by_seed_and_name() -> None:
+def test_key_of_differs_by_seed_and_name() -> None:
     assert len({key_of(seed, name) for seed in range(10) for name in ("a", "b", "ab")}) == 30
 
 
@@ -65,7 +67,7 @@ SHAPE = (12, 7, 30)
 WHOLE = (torch.arange(12), torch.arange(7), torch.arange(30))
 
 
-def test_dropout_is_the_same_on_any_cut() -> None:
+def test_dropout_mask_is_same_on_any_sharding() -> None:
     x = torch.randn(SHAPE, dtype=torch.float64)
     whole = dropout(x, 0.3, key=9, index=WHOLE)
     spec = Spec(SHAPE, (("y",), ("x",), ("z",)))
@@ -77,7 +79,7 @@ def test_dropout_is_the_same_on_any_cut() -> None:
         assert torch.equal(spec.join(pieces, cuboid), whole)
 
 
-def test_dropout_keeps_what_it_should() -> None:
+def test_dropout_keeps_and_scales_expected_share() -> None:
     index = (torch.arange(100), torch.arange(20), torch.arange(200))
     x = torch.ones(100, 20, 200)
     for p in (0.1, 0.5, 0.9):
@@ -90,7 +92,7 @@ def test_dropout_keeps_what_it_should() -> None:
     assert dropout(x, 0.0, 3, index) is x
 
 
-def test_dropout_differs_by_key_and_far_positions() -> None:
+def test_dropout_mask_differs_by_key_and_position() -> None:
     x = torch.ones(SHAPE)
     s, b, d = WHOLE
     masks = [dropout(x, 0.5, key, (s + far, b, d)) for key in (1, 2) for far in (0, 1 << 20)]
@@ -106,5 +108,5 @@ def backward(world: World) -> bool:
     return bool(x.grad is not None and torch.equal(x.grad * x, y))
 
 
-def test_dropout_backward_has_the_same_mask(pool: Callable[[int], Pool]) -> None:
+def test_dropout_backward_uses_forward_mask(pool: Callable[[int], Pool]) -> None:
     assert pool(1).run(backward) == [True]

@@ -34,7 +34,7 @@ def events(folder: RunFolder, name: str) -> list[int]:
     return [event.step for event in accumulator.Scalars(name)]
 
 
-def test_a_run_folder_is_private(tmp_path: Path) -> None:
+def test_run_folder_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         folder = RunFolder.create(tmp_path / "runs" / "mine", "seed = 1\n")
@@ -45,7 +45,7 @@ def test_a_run_folder_is_private(tmp_path: Path) -> None:
     assert folder.checkpoints.is_dir()
 
 
-def test_a_run_is_not_written_over(folder: RunFolder, tmp_path: Path) -> None:
+def test_run_folder_rejects_overwrite_and_bad_paths(folder: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not empty; resume"):
         RunFolder.create(folder.path, "seed = 2\n")
     assert folder.config.read_text() == "seed = 1\n"
@@ -56,7 +56,7 @@ def test_a_run_is_not_written_over(folder: RunFolder, tmp_path: Path) -> None:
         RunFolder.open(tmp_path)
 
 
-def test_fresh_paths_differ(tmp_path: Path) -> None:
+def test_fresh_path_is_unique(tmp_path: Path) -> None:
     seen = set()
     for _ in range(3):
         path = fresh_path(tmp_path / "runs")
@@ -65,7 +65,7 @@ def test_fresh_paths_differ(tmp_path: Path) -> None:
     assert len(seen) == 3
 
 
-def test_metrics_are_read_back(folder: RunFolder) -> None:
+def test_run_folder_metrics_round_trip(folder: RunFolder) -> None:
     folder.log(asdict(report(1)))
     folder.log({"step": 1, "val_loss": 2.25})
     folder.log(asdict(report(2, math.nan, skipped=True)))
@@ -81,7 +81,7 @@ def test_metrics_are_read_back(folder: RunFolder) -> None:
     assert events(folder, "val_loss") == [1]
 
 
-def test_no_events_unless_wanted(tmp_path: Path) -> None:
+def test_run_folder_writes_no_tensorboard_if_disabled(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", "", tensorboard=False) as folder:
         folder.log(asdict(report(1)))
     assert not folder.events.exists()
@@ -105,7 +105,7 @@ class FullDisk(io.RawIOBase):
         super().close()
 
 
-def test_metrics_wait_for_room(folder: RunFolder) -> None:
+def test_run_folder_keeps_metrics_until_disk_has_room(folder: RunFolder) -> None:
     folder._lines = FullDisk(folder.lines, 100)
     for step in range(1, 6):
         folder.log({"step": step, "loss": 1 / step})
@@ -115,7 +115,7 @@ def test_metrics_wait_for_room(folder: RunFolder) -> None:
     assert [row["step"] for row in folder.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_torn_line_is_left_out_and_not_run_into(folder: RunFolder) -> None:
+def test_run_folder_drops_torn_metrics_line(folder: RunFolder) -> None:
     assert folder.metrics() == []
     folder.log(asdict(report(1)))
     folder.close()
@@ -127,7 +127,7 @@ def test_a_torn_line_is_left_out_and_not_run_into(folder: RunFolder) -> None:
         assert [row["step"] for row in again.metrics()] == [1, 2]
 
 
-def test_a_resumed_run_repeats_no_step(folder: RunFolder) -> None:
+def test_run_folder_rewind_drops_later_steps(folder: RunFolder) -> None:
     for step in range(1, 8):
         folder.log(asdict(report(step, loss=step)))
     folder.log({"step": 7, "val_loss": 1.0})
@@ -170,7 +170,7 @@ def shown(steps: range, total: int, start: int = 0, terminal: bool = False, widt
     return out.getvalue()
 
 
-def test_plain_lines_without_a_terminal() -> None:
+def test_progress_prints_plain_lines_without_terminal() -> None:
     lines = shown(range(1, 13), total=12).splitlines()
     assert [line.split("/")[0].split()[-1] for line in lines if line.startswith("step")] == ["1", "6", "11", "12"]
     assert "\x1b" not in "".join(lines)
@@ -181,7 +181,7 @@ def test_plain_lines_without_a_terminal() -> None:
     assert lines[-1].endswith("ETA 0:00")
 
 
-def test_the_last_step_is_shown_before_what_follows_it() -> None:
+def test_progress_prints_last_step_before_later_notes() -> None:
     out = io.StringIO()
     with Progress(2, console=Console(file=out, width=80)) as progress:
         progress.update(report(1))
@@ -190,16 +190,16 @@ def test_the_last_step_is_shown_before_what_follows_it() -> None:
     assert [line.split("  ")[0].strip() for line in out.getvalue().splitlines()] == ["step", "step", "validation"]
 
 
-def test_a_run_cut_short_shows_its_last_step() -> None:
+def test_progress_prints_last_step_of_interrupted_run() -> None:
     assert "step   4/12" in shown(range(1, 5), total=12)
 
 
-def test_a_resumed_run_judges_its_own_pace() -> None:
+def test_progress_eta_of_resumed_run_uses_own_pace() -> None:
     assert "ETA 1:29" in shown(range(11, 12), total=100, start=10)
 
 
 @pytest.mark.parametrize("width", [80, 130])
-def test_one_live_line_on_a_terminal(width: int) -> None:
+def test_progress_shows_one_live_line_on_terminal(width: int) -> None:
     text = shown(range(1, 13), total=12, terminal=True, width=width)
     last = text.replace("\x1b[?25h", "").rstrip("\r\n").replace("\n", "\r").split("\r")[-1]
     for part in ("12/12", "loss 2.5000", "512MB", "ETA 0:00"):
@@ -208,7 +208,7 @@ def test_one_live_line_on_a_terminal(width: int) -> None:
     assert "saved [3]" in text
 
 
-def test_pictures_are_drawn(tmp_path: Path) -> None:
+def test_train_plot_draws_runs_and_curves(tmp_path: Path) -> None:
     rows: list[dict[str, float]] = [asdict(report(step, loss=5 - step / 50)) for step in range(1, 101)]
     rows.insert(50, {"step": 50, "val_loss": 4.2})
     rows[10]["loss"] = math.nan

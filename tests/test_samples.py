@@ -30,7 +30,7 @@ def place(batch: int, seq: int, samples: Tensor, positions: Tensor) -> Place:
 
 
 @pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 1000, 4097])
-def test_an_epoch_is_a_permutation(n: int) -> None:
+def test_shuffled_epoch_is_permutation(n: int) -> None:
     for epoch in (0, 1, 5):
         places = shuffled(torch.arange(n) + epoch * n, n, seed=3)
         assert sorted(places.tolist()) == list(range(n))
@@ -38,12 +38,12 @@ def test_an_epoch_is_a_permutation(n: int) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
-def test_any_epoch_of_any_seed_is_a_permutation(n: int, seed: int, epoch: int) -> None:
+def test_shuffled_any_epoch_and_seed_is_permutation(n: int, seed: int, epoch: int) -> None:
     places = shuffled(torch.arange(n) + epoch * n, n, seed)
     assert sorted(places.tolist()) == list(range(n))
 
 
-def test_the_order_is_shuffled_and_differs_by_seed_and_epoch() -> None:
+def test_shuffled_order_differs_by_seed_and_epoch() -> None:
     n = 1000
     first = shuffled(torch.arange(n), n, seed=0)
     for other in (torch.arange(n), shuffled(torch.arange(n), n, seed=1), shuffled(torch.arange(n) + n, n, seed=0)):
@@ -51,19 +51,19 @@ def test_the_order_is_shuffled_and_differs_by_seed_and_epoch() -> None:
     assert abs(torch.corrcoef(torch.stack((first.double(), torch.arange(n).double())))[0, 1]) < 0.15
 
 
-def test_every_place_is_equally_likely() -> None:
+def test_shuffled_positions_are_uniform() -> None:
     n, epochs = 5, 4000
     places = shuffled(torch.arange(n * epochs), n, seed=0).view(epochs, n)
     counts = torch.stack([torch.bincount(column, minlength=n) for column in places.T])
     assert (counts - epochs / n).abs().max() < 6 * (epochs / n) ** 0.5
 
 
-def test_the_order_is_what_it_always_was() -> None:
+def test_shuffled_order_is_stable_across_versions() -> None:
     """A change here changes every run that is resumed."""
     assert shuffled(torch.arange(8), 1000, seed=0).tolist() == [211, 818, 104, 365, 244, 410, 126, 716]
 
 
-def test_an_index_far_away_costs_no_memory() -> None:
+def test_shuffled_handles_huge_index_without_memory() -> None:
     n = 10**12 + 39
     index = torch.tensor([0, 1, n - 1, n, 10**17])
     assert ((shuffled(index, n, 0) >= 0) & (shuffled(index, n, 0) < n)).all()
@@ -77,7 +77,7 @@ def serial(samples: Samples, batch: int, step: int) -> tuple[Tensor, Tensor]:
     return Loader(samples, place(batch, samples.seq, torch.arange(batch), torch.arange(samples.seq)))(step)
 
 
-def test_samples_are_the_text_and_targets_the_next_token() -> None:
+def test_samples_targets_are_next_tokens() -> None:
     text = np.arange(1, 101, dtype=np.uint16)
     samples = Samples(text, seq=7, seed=5)
     assert len(samples) == 14
@@ -97,7 +97,7 @@ def test_samples_are_the_text_and_targets_the_next_token() -> None:
         (5, 9, 3, 1, 4),  # both padded
     ],
 )
-def test_the_parts_of_all_ranks_are_the_serial_batch(batch: int, seq: int, rows: int, context: int, unit: int) -> None:
+def test_loader_rank_shards_join_to_serial_batch(batch: int, seq: int, rows: int, context: int, unit: int) -> None:
     samples = Samples(np.random.default_rng(0).integers(0, 9999, 611).astype(np.uint16), seq, seed=1)
     padded_seq, padded_batch = -(-seq // unit) * unit, -(-batch // rows) * rows
     for step in (0, 1, 40):  # the last beyond the first epoch
@@ -118,7 +118,7 @@ def test_the_parts_of_all_ranks_are_the_serial_batch(batch: int, seq: int, rows:
             assert (joined_i[:, batch:] == fill).all()
 
 
-def test_a_resumed_stream_is_the_tail_of_the_whole() -> None:
+def test_samples_resumed_stream_is_tail_of_whole() -> None:
     text = np.arange(500, dtype=np.uint16)
     whole = Samples(text, 8, seed=2).read(torch.arange(200), torch.arange(8))
     resumed = Samples(text, 8, seed=2).read(torch.arange(77, 200), torch.arange(8))
@@ -126,13 +126,13 @@ def test_a_resumed_stream_is_the_tail_of_the_whole() -> None:
     assert resumed.targets.equal(whole.targets[:, 77:])
 
 
-def test_two_batches_are_one_of_twice_the_size() -> None:
+def test_loader_two_batches_equal_one_of_twice_the_size() -> None:
     samples = Samples(np.arange(500, dtype=np.uint16), 8, seed=2)
     halves = torch.cat((serial(samples, 4, 6)[0], serial(samples, 4, 7)[0]), dim=1)
     assert halves.equal(serial(samples, 8, 3)[0])
 
 
-def test_validation_is_in_order_and_each_sample_once() -> None:
+def test_loader_validation_reads_each_sample_once_in_order() -> None:
     samples = Samples(np.arange(1, 25, dtype=np.uint16), 4)
     assert len(samples) == 5
     tokens, targets = (
@@ -142,7 +142,7 @@ def test_validation_is_in_order_and_each_sample_once() -> None:
     assert targets.T.flatten().tolist() == [*range(2, 22), *[PADDED_TARGET] * 4]
 
 
-def test_a_rank_reads_only_its_part() -> None:
+def test_samples_read_only_requested_positions() -> None:
     class Watched:
         asked: list[int] = []  # noqa: RUF012  one test's own
 
@@ -159,7 +159,7 @@ def test_a_rank_reads_only_its_part() -> None:
     assert {i % 100 for i in tokens.asked} == {3, 4, 5, 90, 91}
 
 
-def test_too_little_text() -> None:
+def test_samples_rejects_too_little_text() -> None:
     assert len(Samples(np.zeros(17, np.uint16), 16)) == 1
     with pytest.raises(ValueError, match=r"16 tokens but a sample of seq=16 needs 17.*more text or seq of at most 15"):
         Samples(np.zeros(16, np.uint16), 16)
@@ -169,7 +169,7 @@ def test_too_little_text() -> None:
         Samples(np.zeros(9, np.uint16), 0)
 
 
-def test_a_place_of_another_length() -> None:
+def test_loader_rejects_place_of_other_length() -> None:
     samples = Samples(np.zeros(100, np.uint16), 8)
     with pytest.raises(ValueError, match="0 to 9 but samples have 0 to 8"):
         Loader(samples, place(2, 9, torch.arange(2), torch.arange(9)))

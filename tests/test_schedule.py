@@ -49,8 +49,8 @@ def stepped(world: World, shape: Cuboid, schedule: Schedule, overlap: bool = Tru
     return [p.grad for p in model.parameters() if p.grad is not None], spans
 
 
-@pytest.mark.parametrize("shape", [pytest.param(Cuboid(2, 2, 2), marks=pytest.mark.slow), Cuboid(2, 3, 2)], ids=str)
-def test_values_do_not_depend_on_the_schedule(shape: Cuboid, pool: Pools) -> None:
+@pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), pytest.param(Cuboid(2, 3, 2), marks=pytest.mark.slow)], ids=str)
+def test_schedule_does_not_change_gradients(shape: Cuboid, pool: Pools) -> None:
     run = pool(shape.ranks).run
     plain = run(stepped, shape, OFF, False)
     for schedule in (OFF, PREFETCH):
@@ -71,14 +71,14 @@ def compare_compiled(world: World, case: Case) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.skipif(which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_compiled_elementwise_work_gives_the_same(family: Any, pool: Pools) -> None:
+def test_schedule_compile_matches_one_device(family: Any, pool: Pools) -> None:
     config = ModelConfig(family, layers=1, hidden=24, heads=4, vocab=37, context=12)
     case = Case(config, Cuboid(1, 1, 2), 2, 12, schedule=Schedule(compile=True))
     errors = pool(2).run(compare_compiled, case)[0]
     assert max(errors.values()) < EXACT, errors
 
 
-def test_what_is_launched_when(pool: Pools) -> None:
+def test_schedule_sets_collective_launch_order(pool: Pools) -> None:
     """On x alone the collectives are the weights'; on the other axes the activations'."""
     shape = Cuboid(2, 2, 1)
     spans = {s: pool(4).run(stepped, shape, s)[0][1] for s in (OFF, PREFETCH, PARTS)}
@@ -128,13 +128,13 @@ def backward_of(world: World) -> list[str]:
     return events
 
 
-def test_what_backward_needs_next_is_on_its_way(pool: Pools) -> None:
+def test_product_backward_gathers_next_input_early(pool: Pools) -> None:
     """The X of a product is gathered again before the product after it makes its gradient."""
     (events,) = pool(1).run(backward_of)
     assert events == ["X7", *[each for i in reversed(range(7)) for each in (f"X{i}", "dW")], "dW"]
 
 
-def test_parts_that_only_send_fly_together() -> None:
+def test_in_step_launches_all_sub_batches_before_waiting() -> None:
     """As the embedding's do: all are launched before the first is awaited."""
     order: list[str] = []
 
@@ -147,7 +147,7 @@ def test_parts_that_only_send_fly_together() -> None:
     assert order == [f"{name} {done}" for done in ("launched", "awaited") for name in "abc"]
 
 
-def test_without_overlap_all_is_waited_for_at_once(pool: Pools) -> None:
+def test_schedule_without_overlap_waits_at_each_launch(pool: Pools) -> None:
     _, spans = pool(4).run(stepped, Cuboid(2, 2, 1), OFF, False)[0]
     for one, other in pairwise(spans):
         assert one.launched <= one.waited <= one.resumed <= other.launched
@@ -167,7 +167,9 @@ def test_without_overlap_all_is_waited_for_at_once(pool: Pools) -> None:
         (8, 1024, (4, 1, 1), PREFETCH),  # no activations move
     ],
 )
-def test_what_suits(batch: int, seq: int, shape: tuple[int, int, int], suits: Schedule) -> None:
+def test_suitable_schedule_picks_parts_by_size(
+    batch: int, seq: int, shape: tuple[int, int, int], suits: Schedule
+) -> None:
     model, cuboid = MODEL.replace(hidden=144), Cuboid(*shape)
     assert suitable_schedule(model, cuboid, batch, seq, 4) == suits
     assert suitable_schedule(model, cuboid, batch, seq, 4, apart=False) == PREFETCH
@@ -188,7 +190,7 @@ def peaks(world: World, config: ModelConfig) -> list[int]:
     return found
 
 
-def test_prefetching_costs_two_layers_at_most_whatever_the_depth() -> None:
+def test_schedule_prefetch_memory_is_at_most_two_layers() -> None:
     wide = MODEL.replace(hidden=192, head_dim=16, ffn=768, dropout=0.0)
     layer = 4 * (wide.replace(layers=4).parameters - wide.replace(layers=3).parameters) // 2  # bytes, cut by y alone
     for layers in (3, 6):
@@ -240,7 +242,7 @@ def late(world: World, shape: Cuboid, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), pytest.param(Cuboid(2, 3, 2), marks=pytest.mark.slow)], ids=str)
-def test_late_ranks_do_not_lock_each_other(shape: Cuboid, pool: Pools) -> None:
+def test_schedule_late_ranks_do_not_deadlock(shape: Cuboid, pool: Pools) -> None:
     first, *others = pool(shape.ranks).run(late, shape, count("steps with late ranks"))
     assert first[0] == pytest.approx(first[1])
     assert all(each == first for each in others)

@@ -40,7 +40,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_three_kills_change_nothing(text: Path, tmp_path: Path) -> None:
+def test_train_cli_killed_at_random_is_bit_exact(text: Path, tmp_path: Path) -> None:
     kills = count("kills of a run")
     found = survive(tiny(text, *on("2,2,1"), "model.dropout=0.1"), kills, 1, tmp_path, print)
     assert found.different == []
@@ -56,7 +56,7 @@ def die_unless(world: World, attempts: int) -> int:
 
 
 @pytest.mark.parametrize(("most", "saves", "lives"), [(2, False, True), (1, False, False), (1, True, True)])
-def test_restarts_in_a_row_are_counted(most: int, saves: bool, lives: bool) -> None:
+def test_keep_running_limits_restarts_without_progress(most: int, saves: bool, lives: bool) -> None:
     told: list[str] = []
     arguments = (Stop(), 60.0, most, lambda: len(told) * saves, told.append)
     if lives:
@@ -68,7 +68,7 @@ def test_restarts_in_a_row_are_counted(most: int, saves: bool, lives: bool) -> N
             keep_running(die_unless, 2, [2], *arguments)
 
 
-def test_ranks_that_die_while_stopping_are_not_started_again() -> None:
+def test_keep_running_does_not_restart_while_stopping() -> None:
     stop = Stop()
     stop._hear(signal.SIGTERM, None)
     with pytest.raises(RankDied, match=r"rank 1 was killed by SIGKILL$"):
@@ -76,7 +76,7 @@ def test_ranks_that_die_while_stopping_are_not_started_again() -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_killed_rank_again(text: Path, tmp_path: Path, pool: Callable[[int], Pool]) -> None:
+def test_train_cli_resumes_when_torchrun_restarts_rank(text: Path, tmp_path: Path, pool: Callable[[int], Pool]) -> None:
     """In a folder that nobody has named. It trains until it is told to stop: no moment to kill a rank is too late."""
     changes = [*on("2,1,1"), "schedule.steps=1000000", "checkpoint.every=2"]
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
@@ -118,7 +118,7 @@ def rank_1(agent: "subprocess.Popen[str]") -> int:
 # The same command again
 
 
-def test_a_run_is_known_by_what_decides_its_result(text: Path) -> None:
+def test_same_run_compares_only_settings_that_affect_result(text: Path) -> None:
     config = tiny(text, *on("2,1,1"))
     written = resolved_toml(config)
     for change in (*on("1,2,1"), "memory.checkpoint=full", "logging.every=3", "logging.folder=elsewhere"):
@@ -128,7 +128,7 @@ def test_a_run_is_known_by_what_decides_its_result(text: Path) -> None:
     assert not same_run(config, written[: len(written) // 2] + "torn")
 
 
-def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+def test_run_folder_lock_allows_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "run"
     first, second = RunFolder.create(path, ""), RunFolder.open(path)
     with pytest.raises(ValueError, match="is in use by a run; wait until it ends or choose another folder"):
@@ -141,7 +141,7 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
 # Preemption
 
 
-def test_a_scheduler_is_obeyed_and_the_same_command_goes_on(text: Path, tmp_path: Path) -> None:
+def test_train_cli_preempted_run_saves_and_resumes(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     changes = [*on("2,1,1"), "schedule.steps=1000000", f"logging.folder={run}"]
     words, reached = ["train", *sets(settings(text, *changes))], 0
@@ -168,7 +168,9 @@ def signalled(times: int) -> None:
 
 
 @pytest.mark.parametrize(("times", "apart", "code"), [(1, -1.0, 1), (2, -1.0, 128 + signal.SIGTERM), (5, 60.0, 1)])
-def test_a_second_signal_ends_it_at_once(times: int, apart: float, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_second_signal_exits_immediately(
+    times: int, apart: float, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless it comes so soon that it is the first again, from somewhere else."""
     monkeypatch.setattr(stopping, "ONE", apart)
     process = get_context("fork").Process(target=signalled, args=(times,))
@@ -177,7 +179,7 @@ def test_a_second_signal_ends_it_at_once(times: int, apart: float, code: int, mo
     assert process.exitcode == code
 
 
-def test_ctrl_c_is_no_preemption() -> None:
+def test_stop_ctrl_c_exits_zero_not_preempted() -> None:
     for signum, code in ((signal.SIGINT, 0), (signal.SIGTERM, PREEMPTED), (signal.SIGUSR1, PREEMPTED)):
         stop = Stop()
         stop._hear(signum, None)
@@ -187,7 +189,7 @@ def test_ctrl_c_is_no_preemption() -> None:
 # Other ranks
 
 
-def test_the_listed_cuboid_is_taken_for_other_ranks(text: Path) -> None:
+def test_for_ranks_takes_listed_cuboid(text: Path) -> None:
     config = tiny(text, *on("2,2,2"), "cuboid.others=1x2x2, 2x1x1x2, 1x2x1")
     assert for_ranks(config, 8, "") == (config, "")
     for ranks, expected in ((4, Cuboid(1, 2, 2)), (2, Cuboid(1, 2, 1))):
@@ -198,7 +200,7 @@ def test_the_listed_cuboid_is_taken_for_other_ranks(text: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 6, 16])
-def test_the_planner_finds_a_cuboid_for_other_ranks(ranks: int, text: Path) -> None:
+def test_for_ranks_plans_cuboid_if_none_is_listed(ranks: int, text: Path) -> None:
     config = tiny(text, *on("2,2,2"), "cuboid.others=1x2x2")
     found, why = for_ranks(config, ranks, "")
     found.check()
@@ -211,7 +213,7 @@ def nothing_fits(config: object, ranks: int, machine: str) -> None:
     raise ValueError("nothing fits")
 
 
-def test_no_cuboid_for_other_ranks(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_ranks_rejects_impossible_rank_count(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "planned", nothing_fits)
     said = r"there are 2 ranks, not the 8 of \(2,2,2\), and no cuboid of 2 is possible: nothing fits"
     with pytest.raises(ValueError, match=said):
@@ -227,6 +229,6 @@ def test_no_cuboid_for_other_ranks(text: Path, monkeypatch: pytest.MonkeyPatch) 
         ("1x1x1x3", "data.batch = 8 cannot be cut into data.micro_batches · cuboid.data = 3"),
     ],
 )
-def test_others_that_cannot_be(others: str, said: str, text: Path) -> None:
+def test_config_rejects_bad_other_cuboids(others: str, said: str, text: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         tiny(text, f"cuboid.others={others}")

@@ -18,7 +18,7 @@ from cuboid.data.text import Document, code, pieces, split
 BYTES = ByteTokenizer()
 
 
-def test_code_is_python_without_prose(tmp_path: Path) -> None:
+def test_code_strips_comments_and_docstrings(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text('"""Prose."""\n# more\ndef f(x):\n    """Prose."""\n    if x:  # why\n        return    "a    b"\n')
     (piece,) = code(Document(file, 0, file.stat().st_size))
@@ -27,7 +27,7 @@ def test_code_is_python_without_prose(tmp_path: Path) -> None:
     assert [p.text for p in code(Document(file, 0, 16))] == ["no python at all"]
 
 
-def test_the_standard_library_is_deterministic_and_grows_at_its_end() -> None:
+def test_python_stdlib_is_deterministic_and_grows_at_end() -> None:
     small, large = python_stdlib(500_000), python_stdlib(1_500_000)
     assert small == python_stdlib(500_000)
     assert large[: len(small)] == small
@@ -37,7 +37,7 @@ def test_the_standard_library_is_deterministic_and_grows_at_its_end() -> None:
         python_stdlib(1)
 
 
-def test_folders_are_searched_in_order_and_files_taken_once(tmp_path: Path) -> None:
+def test_text_files_are_ordered_and_unique(tmp_path: Path) -> None:
     write(tmp_path / "b", inner="i")
     write(tmp_path, z="z", a="a", empty="")
     write(tmp_path / ".hidden", no="n")
@@ -47,7 +47,7 @@ def test_folders_are_searched_in_order_and_files_taken_once(tmp_path: Path) -> N
     assert [str(file.relative_to(tmp_path)) for file in found] == ["z.txt", "a.txt", "b/inner.txt", "any.name"]
 
 
-def test_bad_sources(tmp_path: Path) -> None:
+def test_text_files_rejects_bad_sources(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no file or folder .*nowhere"):
         text_files([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match=r"has no text files; looked for \.txt"):
@@ -60,7 +60,7 @@ def test_bad_sources(tmp_path: Path) -> None:
         text_files([tmp_path])
 
 
-def test_long_documents_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_long_document_join_to_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = "".join(f"line {i} — 漢字\r\n" for i in range(200)) + "x" * 300 + "\udcff end"
     path = tmp_path / "long.txt"
     path.write_bytes(content.encode(errors="surrogateescape"))
@@ -75,7 +75,7 @@ def test_long_documents_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.M
         list(pieces(Document(path, 0, 10)))
 
 
-def test_many_files_are_split_whole(tmp_path: Path) -> None:
+def test_split_keeps_files_whole_if_many(tmp_path: Path) -> None:
     write(tmp_path, **{f"{i:03}": f"{i:03} " * 20 for i in range(100)})
     train, val = split(text_files([tmp_path]), 0.1)
     assert [document.path.stem for document in val] == [f"{i:03}" for i in range(9, 100, 10)]
@@ -83,7 +83,7 @@ def test_many_files_are_split_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.3, 0.9])
-def test_one_file_is_cut_between_characters(tmp_path: Path, fraction: float) -> None:
+def test_tokenise_splits_one_file_between_characters(tmp_path: Path, fraction: float) -> None:
     text = "漢字🙂" * 50
     files = text_files([write(tmp_path, only=text)])
     corpus = tokenise(files, BYTES, fraction)
@@ -92,7 +92,7 @@ def test_one_file_is_cut_between_characters(tmp_path: Path, fraction: float) -> 
     assert len(val.encode()) / len(text.encode()) == pytest.approx(fraction, abs=0.01)
 
 
-def test_one_huge_file_among_small_ones_is_cut(tmp_path: Path) -> None:
+def test_split_divides_huge_file_among_small_ones(tmp_path: Path) -> None:
     write(tmp_path, a="a" * 10, b="b" * 10_000, c="c" * 10)
     train, val = split(text_files([tmp_path]), 0.1)
     assert [document.path.stem for document in train] == ["a", "b"]
@@ -100,7 +100,7 @@ def test_one_huge_file_among_small_ones_is_cut(tmp_path: Path) -> None:
     assert sum(document.size for document in val) == 1002
 
 
-def test_no_validation_and_bad_fractions(tmp_path: Path) -> None:
+def test_split_allows_no_validation_rejects_bad_fraction(tmp_path: Path) -> None:
     files = text_files([write(tmp_path, a="abc")])
     corpus = build(files, tmp_path / "out", BYTES, val_fraction=0)
     assert (corpus.train[:].tolist(), corpus.val[:].tolist()) == ([*b"abc", 255], [])

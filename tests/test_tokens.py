@@ -31,19 +31,19 @@ BYTES = ByteTokenizer()
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve — 漢字 🙂\r\n\ttabs"])
-def test_bytes_round_trip(text: str) -> None:
+def test_byte_tokenizer_round_trip(text: str) -> None:
     ids = BYTES.encode(text)
     assert ids.tolist() == list(text.encode())
     assert BYTES.decode([*ids.tolist(), BYTES.end]) == text
     assert BYTES.end not in ids
 
 
-def test_a_broken_character_still_decodes() -> None:
+def test_byte_tokenizer_replaces_broken_characters() -> None:
     assert BYTES.decode(list("é".encode())[:1]) == "�"
     assert BYTES.encode("\ud800").tolist() == [ord("?")]
 
 
-def test_a_tokenizer_file_end_to_end(bpe: Path, tmp_path: Path) -> None:
+def test_file_tokenizer_builds_and_reopens_corpus(bpe: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "text", a="the cat sat on the mat\n" * 40, b="a hat, naïve 漢字\n" * 30)
     tokenizer = load_tokenizer(bpe.parent)
     assert tokenizer.vocab == Tokenizer.from_file(str(bpe)).get_vocab_size()
@@ -62,7 +62,7 @@ def test_a_tokenizer_file_end_to_end(bpe: Path, tmp_path: Path) -> None:
     assert in_memory.train[:].tolist() == ids
 
 
-def test_bad_tokenizers(tmp_path: Path) -> None:
+def test_load_tokenizer_rejects_bad_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read tokenizer .*missing\.json"):
         load_tokenizer(tmp_path / "missing.json")
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -96,7 +96,7 @@ def test_token_file_round_trip(tmp_path: Path, vocab: int, dtype: str, size: int
         assert a.equal(b)
 
 
-def test_bad_token_files(tmp_path: Path) -> None:
+def test_open_corpus_rejects_bad_token_files(tmp_path: Path) -> None:
     build(text_files([write(tmp_path / "text", a="abc" * 100)]), tmp_path / "out", BYTES)
     path, header = tmp_path / "out" / "train.bin", tmp_path / "out" / "train.json"
     good = path.read_bytes()
@@ -126,7 +126,7 @@ def test_bad_token_files(tmp_path: Path) -> None:
         open_corpus(tmp_path / "out")
 
 
-def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
+def test_tokens_beyond_vocab_are_rejected(tmp_path: Path) -> None:
     with TokenWriter(tmp_path / "t.bin", 10, "bytes") as writer:
         with pytest.raises(ValueError, match="token 10 is not below vocab=10"):
             writer.append(np.array([3, 10]))
@@ -134,7 +134,7 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
         unigram_entropy(np.array([3, 10]), 10)
 
 
-def test_a_model_needs_the_whole_vocabulary(tmp_path: Path) -> None:
+def test_corpus_check_rejects_too_small_vocab(tmp_path: Path) -> None:
     corpus = load([write(tmp_path, a="abc")])
     corpus.check(vocab=256)
     corpus.check(vocab=512)
@@ -142,7 +142,7 @@ def test_a_model_needs_the_whole_vocabulary(tmp_path: Path) -> None:
         corpus.check(vocab=255)
 
 
-def test_unigram_entropy() -> None:
+def test_unigram_entropy_matches_closed_form() -> None:
     assert unigram_entropy(np.arange(64).repeat(100), 64) == pytest.approx(np.log(64))
     assert unigram_entropy(np.zeros(9, np.uint16), 64) == 0
     assert unigram_entropy(np.array([0, 0, 0, 1]), 2) == pytest.approx(-0.75 * np.log(0.75) - 0.25 * np.log(0.25))

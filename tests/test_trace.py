@@ -34,7 +34,7 @@ def traced(world: World, text: Path, *changes: str) -> tuple[Trace, Trace, float
     return found, off, exposed
 
 
-def test_a_trace_and_the_ledger_agree(pool: Pools, tmp_path: Path) -> None:
+def test_trace_matches_ledger_and_exports(pool: Pools, tmp_path: Path) -> None:
     found = pool(4).run(traced, write_text(tmp_path), "overlap.parts=2")
     for trace, off, exposed in found:
         assert [phase.name for phase in trace.phases] == ["forward", "backward", "optimizer"]
@@ -56,7 +56,7 @@ CHANGES = ["overlap.parts=2", "memory.checkpoint=full", "data.micro_batches=2", 
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_one_layer_is_cut_out(change: str, pool: Pools, tmp_path: Path) -> None:
+def test_trace_layer_isolates_one_layer(change: str, pool: Pools, tmp_path: Path) -> None:
     for trace, off, _ in pool(4).run(traced, write_text(tmp_path), change):
         for whole in (trace, off):
             layer = whole.layer()
@@ -74,7 +74,7 @@ def test_one_layer_is_cut_out(change: str, pool: Pools, tmp_path: Path) -> None:
             )
 
 
-def test_waiting_is_no_computing() -> None:
+def test_trace_waiting_is_not_computing() -> None:
     span = Span("y", "all_gather", 8, 1.0, Entry(), landed=4.0, waited=2.0, resumed=4.0)
     trace = Trace(0, [span], [Phase("forward", 0.0, 5.0)])
     assert trace.computing() == [(0.0, 2.0), (4.0, 5.0)]
@@ -84,7 +84,7 @@ def test_waiting_is_no_computing() -> None:
     assert ("computing", 4e6, 1e6) in bars
 
 
-def test_a_layer_lasts_from_its_first_part_to_its_last() -> None:
+def test_trace_layer_spans_first_to_last_sub_batch() -> None:
     spans = [
         Span(axis, "all_gather", 8, start, Entry(), stop, start, stop)
         for axis, start, stop in (("x", 0.1, 0.2), ("y", 2.5, 3.5), ("z", 6.0, 6.2), ("world", 9.5, 9.6))
@@ -115,7 +115,7 @@ def left(run: Path) -> tuple[list[Any], dict[str, bytes]]:
         pytest.param(("data.batch=1", "precision.dtype=fp16"), id="context", marks=pytest.mark.slow),
     ],
 )
-def test_tracing_changes_nothing(changes: tuple[str, ...], cuboid: Cuboid, tmp_path: Path) -> None:
+def test_train_cli_tracing_does_not_change_results(changes: tuple[str, ...], cuboid: Cuboid, tmp_path: Path) -> None:
     text = write_text(tmp_path)
     for name, words in (("plain", []), ("traced", ["--trace", 2])):
         these = [*changes, "model.dropout=0.1", "schedule.steps=6", f"logging.folder={tmp_path / name}"]
@@ -130,14 +130,14 @@ def test_tracing_changes_nothing(changes: tuple[str, ...], cuboid: Cuboid, tmp_p
     assert sum(event["name"] == "optimizer" and event["pid"] == 3 for event in shown) == 2
 
 
-def test_too_few_steps() -> None:
+def test_check_steps_rejects_too_few_steps_for_trace() -> None:
     check_steps(2, 8, 12)
     check_steps(0, 12, 12)
     with pytest.raises(ValueError, match=r"--trace 3 of schedule.steps=12 with 8 done.* to at least 13"):
         check_steps(3, 8, 12)
 
 
-def test_a_run_too_short_for_its_trace_is_refused(cuboid: Cuboid, tmp_path: Path) -> None:
+def test_train_cli_rejects_trace_longer_than_run(cuboid: Cuboid, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["train", *sets(settings(write_text(tmp_path), *on("1,1,1"), "schedule.steps=4", f"logging.folder={run}"))]
     refused = cuboid(*words, "--trace", 50)

@@ -53,12 +53,12 @@ SLOW = [pytest.param(cuboid, marks=pytest.mark.slow) for cuboid in ("4,2,1", "8,
 
 
 @pytest.mark.parametrize("cuboid", ["1,1,1", "2,2,2", "1,4,2", "2,1,2,2", *SLOW])
-def test_the_loss_curve_is_the_same_on_every_cuboid(cuboid: str, text: Path, reference: Curve, pool: Pools) -> None:
+def test_trainer_loss_curve_is_same_on_every_cuboid(cuboid: str, text: Path, reference: Curve, pool: Pools) -> None:
     assert furthest(curve_of(pool, tiny(text, *on(cuboid), DROPOUT)), reference) < SAME
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
-def test_low_precision_stays_within_its_rounding(
+def test_trainer_low_precision_stays_within_rounding(
     dtype: str, rounding: float, text: Path, reference: Curve, pool: Pools
 ) -> None:
     found = curve_of(pool, tiny(text, *on("2,2,1"), DROPOUT, f"precision.dtype={dtype}"))
@@ -76,7 +76,7 @@ def test_low_precision_stays_within_its_rounding(
         ("2,2,1", "memory.checkpoint=selective"),
     ],
 )
-def test_what_saves_memory_or_time_changes_nothing(
+def test_trainer_memory_options_do_not_change_loss_curve(
     cuboid: str, changes: str, text: Path, reference: Curve, pool: Pools
 ) -> None:
     found = curve_of(pool, tiny(text, *on(cuboid), DROPOUT, *changes.split()), 4)
@@ -105,7 +105,7 @@ def replicas_summed(world: World, config: TrainConfig) -> tuple[Counts, Counts, 
     return found, expected.counts(), [each for each in launched if each in (OVER_X, OVER_DATA)]
 
 
-def test_replicas_are_summed_once_a_step_and_behind_the_sums_over_x(text: Path, pool: Pools) -> None:
+def test_trainer_sums_replicas_once_per_step_during_backward(text: Path, pool: Pools) -> None:
     config = tiny(text, *on("2,1,2,2"), "data.micro_batches=2", "model.layers=5")
     for found, expected, sums in pool(8).run(replicas_summed, config):
         assert found == expected
@@ -141,7 +141,7 @@ def everything(trainer: Trainer) -> list[Tensor]:
     return [t.detach().clone() for t in (*trainer.model.parameters(), *(t for state in states for t in state.values()))]
 
 
-def test_an_overflow_on_one_rank_skips_that_step_on_all(text: Path, pool: Pools) -> None:
+def test_trainer_overflow_on_one_rank_skips_step_on_all(text: Path, pool: Pools) -> None:
     config = tiny(
         text, *on("2,2,1"), "precision.dtype=fp16", "precision.loss_scale=1024", "precision.growth_interval=2"
     )
@@ -163,7 +163,7 @@ def scales(world: World, config: TrainConfig, steps: int) -> list[tuple[bool, fl
     return found
 
 
-def test_an_absurd_loss_scale_is_lowered_until_it_fits(text: Path, pool: Pools) -> None:
+def test_trainer_lowers_loss_scale_until_it_fits(text: Path, pool: Pools) -> None:
     config = tiny(text, *on("2,1,1"), "precision.dtype=fp16", "precision.loss_scale=1e9")
     first, second = pool(2).run(scales, config, 16)
     assert first == second
@@ -173,7 +173,7 @@ def test_an_absurd_loss_scale_is_lowered_until_it_fits(text: Path, pool: Pools) 
     assert first[-1][1] == 1e9 / 2 ** sum(skipped)
 
 
-def test_the_loss_scale_grows_and_stays_at_least_one() -> None:
+def test_loss_scale_grows_and_stays_at_least_one() -> None:
     scale = LossScale(2.0, interval=3)
     for overflowed, expected in ((False, 2), (False, 2), (False, 4), (True, 2), (True, 1), (True, 1)):
         scale.update(overflowed)
@@ -220,7 +220,7 @@ def clipped(world: World, config: TrainConfig) -> tuple[float, Shards, Shards, d
 
 
 @pytest.mark.parametrize("cuboid", ["2,2,2", "2,1,1,2"])
-def test_clipping_uses_the_norm_of_the_whole_gradient(cuboid: str, text: Path, pool: Pools) -> None:
+def test_optimizer_clips_by_global_gradient_norm(cuboid: str, text: Path, pool: Pools) -> None:
     config = tiny(text, *on(cuboid))
     norms, before, after, specs = zip(*pool(ranks_of(config)).run(clipped, config), strict=True)
 
@@ -238,7 +238,7 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(cuboid: str, text: Path, p
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_norms_and_biases_do_not_decay(family: str) -> None:
+def test_adamw_does_not_decay_norms_and_biases(family: str) -> None:
     model = Transformer(Serial(ModelConfig(family, layers=1, hidden=16, heads=2, vocab=8, context=4)))
     optimizer = adamw(model, OptimizerSection(weight_decay=0.3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -256,13 +256,13 @@ def test_norms_and_biases_do_not_decay(family: str) -> None:
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
     ],
 )
-def test_the_learning_rate_rises_then_falls(decay: str, expected: list[float]) -> None:
+def test_learning_rate_warms_up_then_decays(decay: str, expected: list[float]) -> None:
     schedule = ScheduleSection(steps=7, warmup=2, decay=decay, min_lr_ratio=0.1)  # type: ignore[arg-type]
     found = [learning_rate(step, schedule, 3.0) / 3.0 for step in range(7)]
     assert found == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("steps", "warmup", "expected"), [(3, 0, [1.0, 0.5, 0.0]), (1, 0, [1.0]), (2, 2, [0.5, 1.0])])
-def test_a_short_schedule(steps: int, warmup: int, expected: list[float]) -> None:
+def test_learning_rate_handles_short_schedule(steps: int, warmup: int, expected: list[float]) -> None:
     schedule = ScheduleSection(steps=steps, warmup=warmup, decay="linear", min_lr_ratio=0)
     assert [learning_rate(step, schedule, 1.0) for step in range(steps)] == pytest.approx(expected)

@@ -56,7 +56,7 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", EXACT, ids=name_of)
-def test_step_is_the_step_on_one_device(case: Case, pool: Pools) -> None:
+def test_two_d_step_matches_one_device(case: Case, pool: Pools) -> None:
     assert not wrong(pool(case.cuboid.ranks).run(compare, case, on_squares)[0])
 
 
@@ -91,13 +91,13 @@ def counted(world: World, case: Case, compute: torch.dtype | None) -> tuple[Coun
 
 
 @pytest.mark.parametrize(("case", "compute"), list(zip(EXACT, cycle([None, torch.bfloat16]))))
-def test_counts_are_the_formulas(case: Case, compute: torch.dtype | None) -> None:
+def test_two_d_step_counts_match_cost_formulas(case: Case, compute: torch.dtype | None) -> None:
     size = case.cuboid.ranks
     for found, predicted in silently(ends(size), size, counted, case, compute):
         assert found == predicted
 
 
-def test_a_layer_moves_what_the_paper_says() -> None:
+def test_two_d_cost_layer_traffic_matches_optimus() -> None:
     """Optimus: over z X goes round twice and dX once, over y W twice and dW once, each as q blocks to q - 1 ranks."""
     q, tokens, config = 4, 2 * 12, LLAMA.replace(kv_heads=4)
     cuboid = Cuboid(1, q, q)
@@ -124,7 +124,7 @@ class Watch:
         return tensor
 
 
-def test_three_turns_are_alive_at_most() -> None:
+def test_summa_sweep_keeps_at_most_three_turns_alive() -> None:
     blocks, sums = Watch(), Watch()
 
     def summed_elsewhere(i: int, block: Tensor) -> list[Flight]:
@@ -170,7 +170,7 @@ def rooted(world: World, size: int, per_host: int, mates: int) -> None:
     ("size", "per_host", "mates"),
     [(2, 4, 1), (3, 6, 1), (4, 8, 1), (4, 4, 2), (6, 4, 2), (6, 6, 3), (3, 4, 1), (4, 2, 1)],
 )
-def test_broadcast_and_reduce(size: int, per_host: int, mates: int, pool: Pools) -> None:
+def test_comm_broadcast_and_reduce_are_exact_and_counted(size: int, per_host: int, mates: int, pool: Pools) -> None:
     """On one host; on several that have as many ranks of a line each, by hosts; with more on one than on another."""
     pool(2 * size).run(rooted, size, per_host, mates)
 
@@ -180,7 +180,7 @@ def over_one(world: World) -> bool:
     return broadcast(x, axis, 0, x.shape).wait() is x and reduce(x, axis, 0).wait() is x and not axis.ledger.entries
 
 
-def test_over_an_axis_of_one_nothing_is_launched_or_copied(pool: Pools) -> None:
+def test_comm_axis_of_one_launches_and_copies_nothing(pool: Pools) -> None:
     assert all(pool(2).run(over_one))
 
 
@@ -207,7 +207,7 @@ def rounding(world: World, case: Case) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", [EXACT[2], EXACT[8]], ids=name_of)
-def test_products_in_bf16(case: Case, pool: Pools) -> None:
+def test_two_d_bf16_matmul_stays_within_rounding(case: Case, pool: Pools) -> None:
     for errors in pool(case.cuboid.ranks).run(rounding, case):
         assert not wrong(errors, 0.03)
         assert wrong(errors, 1e-5)  # and bf16 they are
@@ -233,7 +233,7 @@ def differentiated(world: World, config: ModelConfig, cuboid: Cuboid) -> dict[st
     }
 
 
-def test_logits_are_differentiable(pool: Pools) -> None:
+def test_two_d_logits_are_differentiable(pool: Pools) -> None:
     for errors in pool(8).run(differentiated, GPT2, Cuboid(2, 2, 2)):
         assert not wrong(errors)
 
@@ -253,7 +253,7 @@ def evaluated(world: World, case: Case) -> tuple[float, float, bool]:
     return with_gradients, without, "reduce" not in mesh.ledger.counts()["y"]
 
 
-def test_evaluation_sends_no_gradients(pool: Pools) -> None:
+def test_two_d_evaluation_sends_no_gradients(pool: Pools) -> None:
     for with_gradients, without, silent in pool(4).run(evaluated, EXACT[2]):
         assert with_gradients == without
         assert silent
@@ -268,7 +268,7 @@ def tokens_of(world: World, config: ModelConfig, cuboid: Cuboid) -> tuple[list[i
 
 
 @pytest.mark.parametrize("config", [GPT2.replace(tied=False), LLAMA], ids=["gpt2", "llama"])
-def test_text_with_a_cache(config: ModelConfig, pool: Pools) -> None:
+def test_two_d_generate_with_cache_matches_one_device(config: ModelConfig, pool: Pools) -> None:
     for found, wanted in pool(8).run(tokens_of, config.replace(init_std=0.3), Cuboid(2, 2, 2)):
         assert found == wanted
         assert len(set(wanted)) > 2  # not one token over and over
@@ -311,7 +311,9 @@ SQUARE = Cuboid(1, 2, 2)
         (GPT2, Cuboid(2, 1, 1, data=2), 6, "batch=6 cannot be cut into data·x·y=4; use batch 8"),
     ],
 )
-def test_refused(config: ModelConfig, cuboid: Cuboid, batch: int, text: str, pool: Pools) -> None:
+def test_two_d_rejects_unsupported_sizes(
+    config: ModelConfig, cuboid: Cuboid, batch: int, text: str, pool: Pools
+) -> None:
     for message, traffic in pool(4).run(refused, config, cuboid, batch):
         assert message.startswith(text)
         assert not traffic

@@ -26,7 +26,7 @@ def forgetful(world: World, case: Case) -> Report | None:
         parallel.SPECS["norm"] = cuts, sums
 
 
-def test_a_missing_sum_is_reported(pool) -> None:
+def test_verify_reports_missing_gradient_sum(pool) -> None:
     assert pool(4).run(verify, CASE)[0].ok
     report = pool(4).run(forgetful, CASE)[0]
     assert not report.ok
@@ -36,7 +36,7 @@ def test_a_missing_sum_is_reported(pool) -> None:
     }
 
 
-def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_cli_exit_code_matches_report(monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = Report({"loss": 0.0}, 1e-9), Report({"loss": 1.0}, 1e-9)
     for report, code in ((good, 0), (bad, 1)):
         monkeypatch.setattr(sys.modules["cuboid.cli.verify"], "launch", lambda *_, report=report: [report])

@@ -95,7 +95,7 @@ def lengthen() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 5])
-def test_a_stopped_rank_is_named(rank: int, text: Path) -> None:
+def test_watch_names_stopped_rank(rank: int, text: Path) -> None:
     with pytest.raises(Stalled, match=rf"step 3: rank {rank}(, which keeps .*)? did not .*stopped, dead") as caught:
         Pool(8).run(steps, tiny(text, *on("2,2,2")), LIMIT, rank, "stopped")
     assert re.search(
@@ -103,7 +103,7 @@ def test_a_stopped_rank_is_named(rank: int, text: Path) -> None:
     )
 
 
-def test_a_busy_rank_is_named_with_its_place(text: Path) -> None:
+def test_watch_names_busy_rank_and_its_source_line(text: Path) -> None:
     with pytest.raises(Stalled, match=r"step 3: rank 1 did not arrive: it is at test_watch.py:\d+"):
         Pool(4).run(steps, tiny(text, *on("2,1,2")), LIMIT, 1, "busy")
 
@@ -112,12 +112,12 @@ def test_a_busy_rank_is_named_with_its_place(text: Path) -> None:
     ("how", "said"),
     [("forward", r"rank 2 failed\n(?s:.*)KeyError: 'the cause'"), ("backward", r"rank 2 failed\n(?s:.*)IndexError")],
 )
-def test_a_failure_comes_first(how: str, said: str, text: Path) -> None:
+def test_watch_reports_failure_before_its_consequences(how: str, said: str, text: Path) -> None:
     with pytest.raises(RankError, match=said):
         Pool(4).run(steps, tiny(text, *on("2,1,2")), AMPLE, 2, how)
 
 
-def test_gathering_too_much_is_reported(text: Path) -> None:
+def test_watch_reports_mismatched_gather_size(text: Path) -> None:
     with pytest.raises(Mismatched, match="step 3: collectives do not match\n  axis") as caught:
         Pool(4).run(steps, tiny(text, *on("1,2,2")), LIMIT, 3, "longer")
     assert re.search(
@@ -126,7 +126,7 @@ def test_gathering_too_much_is_reported(text: Path) -> None:
     )
 
 
-def test_what_went_unseen_is_found_at_the_end_of_the_step(text: Path) -> None:
+def test_watch_finds_silent_mismatch_at_end_of_step(text: Path) -> None:
     said = r"step 3: collectives do not match\n  axis y, collective \d+: rank 0 .*; rank 1 called all_gather of \[4\]"
     with pytest.raises(Mismatched, match=said):
         Pool(4).run(steps, tiny(text, *on("2,2,1")), AMPLE, 1, "unseen")
@@ -163,12 +163,12 @@ def calls(world: World, how: str) -> list[float]:
         ("missing", r"axis y, collective 2: rank 1 waits for rank 3 with all_reduce of \[4\] float32"),
     ],
 )
-def test_what_does_not_match_is_reported(how: str, said: str) -> None:
+def test_watch_reports_mismatched_collectives(how: str, said: str) -> None:
     with pytest.raises(Stalled if how == "missing" else Mismatched, match=said):
         Pool(4).run(calls, how)
 
 
-def test_what_matches_is_not() -> None:
+def test_watch_accepts_matching_collectives() -> None:
     with Pool(4) as ranks:
         found = [share for (share,) in ranks.run(calls, "")]
     assert any(found)
@@ -190,7 +190,7 @@ def account(rank: int, *journals: tuple[str, tuple[int, ...], list[str], int], a
     return Account.read(json.loads(json.dumps(asdict(Account(7, at, pages)))))
 
 
-def test_a_rank_that_waits_is_not_the_cause() -> None:
+def test_explain_does_not_blame_waiting_ranks() -> None:
     accounts = {
         0: account(0, ("x", (0, 1), ["a", "b"], 2), ("y", (0, 2), ["c"], 0)),
         1: account(1, ("x", (0, 1), ["a"], 0), ("y", (1, 3), ["c"], 1)),
@@ -207,7 +207,7 @@ def test_a_rank_that_waits_is_not_the_cause() -> None:
     assert explain(accounts, 4)[1].startswith("step 7: rank 3 did not arrive: it is at there:2\n")
 
 
-def test_a_circle_and_a_network_that_loses_what_is_sent() -> None:
+def test_explain_reports_wait_cycle_and_lost_messages() -> None:
     pair = (0, 1)
     circle = {
         0: account(0, ("x", pair, ["a"], 1), ("y", pair, [], 0)),
@@ -218,19 +218,19 @@ def test_a_circle_and_a_network_that_loses_what_is_sent() -> None:
     assert explain(lost, 2)[1].startswith("step 7: all ranks arrived, but not what they sent\n")
 
 
-def test_where_nobody_waits_in_sight_who_has_launched_less_is_late() -> None:
+def test_explain_blames_rank_with_fewest_launches() -> None:
     accounts = {rank: account(rank, ("x", (0, 1, 2), ["a", "b"][: 2 - rank % 2], 0)) for rank in range(3)}
     assert explain(accounts, 3)[1] == "step 7: axis x, collective 2: rank 1 did not arrive at b of [2, 3] float32"
     even = {rank: account(rank, ("x", (0, 1), ["a"], 0)) for rank in range(2)}
     assert explain(even, 2)[1] == "step 7: rank 0 is at here:1\n  rank 1 is at here:1"
 
 
-def test_what_differed_long_ago_differs_still() -> None:
+def test_explain_reports_mismatch_older_than_journal() -> None:
     same = {rank: account(rank, ("x", (0, 1), ["a"], 0)) for rank in range(2)}
     assert explain(same, 2, differ=True) == (True, "step 7: collectives do not match, 64 calls or more ago on any axis")
 
 
-def test_a_report_of_many_ranks_is_short() -> None:
+def test_explain_shortens_report_of_many_ranks() -> None:
     accounts = {rank: account(rank, (f"x{rank}", (rank, 99), ["a"], 1)) for rank in range(50)}
     found = explain(accounts, 100)[1].splitlines()
     assert len(found) == 9
@@ -248,7 +248,7 @@ def unsupervised(rank: int, port: int, config: TrainConfig) -> None:
     launch(steps, 4, [config, AMPLE, 1, "killed"])
 
 
-def test_a_dead_rank_is_named_by_those_who_lose_it(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_watch_survivors_name_dead_rank(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
     door, fork, config = socket.create_server(("127.0.0.1", 0)), get_context("fork"), tiny(text, *on("2,1,2"))
     port = door.getsockname()[1]
     ranks = [fork.Process(target=unsupervised, args=(rank, port, config), daemon=True) for rank in range(4)]
@@ -272,7 +272,7 @@ def keep(door: socket.socket) -> None:
     time.sleep(FOREVER)
 
 
-def test_who_answers_an_alarm_does_not_wait_for_a_store_that_is_gone() -> None:
+def test_watch_does_not_wait_for_lost_store() -> None:
     with socket.create_server(("127.0.0.1", 0)) as door:
         keeper, port = get_context("fork").Process(target=keep, args=(door,), daemon=True), door.getsockname()[1]
         keeper.start()
@@ -318,7 +318,7 @@ main()
         ("fail", r"Root Cause \(first observed failure\):\n(.*\n){3}  rank +: 3 (?s:.*)KeyError: 'the cause'"),
     ],
 )
-def test_under_torchrun(how: str, said: str, text: Path, tmp_path: Path) -> None:
+def test_watch_names_stopped_or_failed_rank_under_torchrun(how: str, said: str, text: Path, tmp_path: Path) -> None:
     (tmp_path / "befallen.py").write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     changes = settings(text, *on("2,2,1"), f"watch.timeout={LIMIT}")

@@ -13,7 +13,7 @@ from cuboid.weights import joined
 MODEL = ModelConfig("llama", layers=2, hidden=24, heads=4, ffn=48, vocab=16, context=8)
 
 
-def test_neighbours_are_joined_without_a_copy() -> None:
+def test_weights_adjacent_shards_join_without_copy() -> None:
     whole = torch.arange(12.0).view(6, 2)
     first, second = whole[:2], whole[2:5]
     assert joined([first, second]).equal(whole[:5])
@@ -46,7 +46,7 @@ def moved(world: World, shape: Cuboid) -> tuple[bool, list[bool]]:
 
 
 @pytest.mark.parametrize("shape", [Cuboid(2, 2, 1), Cuboid(1, 2, 2), Cuboid(3, 2, 1)], ids=str)
-def test_moved_shards_are_found(shape: Cuboid, pool: Callable[[int], Pool]) -> None:
+def test_weights_moved_shards_give_same_gradients(shape: Cuboid, pool: Callable[[int], Pool]) -> None:
     for lying, same in pool(shape.ranks).run(moved, shape):
         assert lying
         assert all(same)
@@ -84,7 +84,7 @@ def travelled(world: World, shape: Cuboid, dtype: torch.dtype | None, vocab: int
     ],
     ids=str,
 )
-def test_large_matrices_travel_alone(
+def test_weights_large_matrices_are_sent_separately(
     shape: Cuboid, dtype: torch.dtype | None, vocab: int, pool: Callable[[int], Pool]
 ) -> None:
     for pieces, counted, same in pool(shape.ranks).run(travelled, shape, dtype, vocab):
