@@ -90,7 +90,7 @@ def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: 
 def join_silent_world(rank: int, size: int, backend: str = "gloo") -> None:
     """For a process that does nothing else: collectives are called as on this backend, and none sends anything."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    dist.get_backend = lambda group=None: backend
+    dist.get_backend = lambda group=None: dist.Backend(backend)
     for name in LAUNCHES:
         setattr(dist, name, partial(_Held, getattr(dist, name)))
 
