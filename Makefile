@@ -15,7 +15,7 @@ test-all: lint
 
 coverage: $(VENV)/.installed
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -m ''
+	COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/coverage run -m pytest -m ''
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing
 
