@@ -150,7 +150,7 @@ def test_turn_times_every_step(pool: Pools) -> None:
 def test_turn_bytes_between_hosts_match_egress() -> None:
     big = Problem(MODEL.replace(hidden=256, ffn=1024, head_dim=32), 8, 64)
     chosen = Contestant("cuboid", Cuboid(2, 2, 2))
-    with Cluster(2, "10gbit") as cluster, Pool(8, cluster, 4) as pool:
+    with Cluster(2, "10gbit", 4) as cluster, Pool(8, cluster) as pool:
         times = pool.run(turn, chosen, big, 1, False)
     wanted = egress(chosen.cost(big, 0).traffic, chosen.shape, 4)
     assert max(each[0].crossed for each in times) == pytest.approx(wanted, rel=0.05)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from commands import HUNG
 
 from cuboid import cluster
-from cuboid.cluster import Cluster, bits_per_second, sent, try_hosts
+from cuboid.cluster import Cluster, Links, bits_per_second, sent, try_hosts
 from cuboid.launch import Pool, World
 
 MB = 1 << 20
@@ -25,7 +25,7 @@ MB = 1 << 20
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Pool]:
     """Two on each of four hosts."""
-    with Cluster(4) as hosts, Pool(8, hosts, ranks_per_host=2) as pool:
+    with Cluster(4, per_host=2) as hosts, Pool(8, hosts) as pool:
         yield pool
 
 
@@ -94,6 +94,31 @@ def test_cluster_link_carries_only_traffic_between_hosts(ranks: Pool, apart: int
 def test_cluster_links_do_not_exceed_rate() -> None:
     with Cluster(2, "20mbit") as hosts, Pool(2, hosts) as pool:
         assert min(pool.run(seconds)) > 0.7
+
+
+def by_level(world: World, apart: int) -> tuple[int, int]:
+    """What this rank's own link and its host's have carried while 4 MB go to the rank `apart` places away."""
+    assert world.host is not None
+    swap(world.rank ^ apart, 1)
+    dist.barrier()
+    before = sent(), world.host.sent()
+    dist.barrier()
+    swap(world.rank ^ apart, 4)
+    dist.barrier()
+    after = sent(), world.host.sent()
+    dist.barrier()
+    return after[0] - before[0], after[1] - before[1]
+
+
+@namespaces.needed
+def test_cluster_links_inside_and_between_hosts_carry_their_own() -> None:
+    """Four hosts of two ranks with links of their own, in groups of two hosts; one link is slower."""
+    links = Links("1gbit", inside="2gbit", slow=((3, "500mbit"),), group=2, uplink="500mbit")
+    with Cluster(4, links, per_host=2) as hosts, Pool(8, hosts) as pool:
+        for apart, crossing in ((1, 0), (2, 8), (4, 8)):
+            for own, between in pool.run(by_level, apart):
+                assert own == pytest.approx(4 * MB, rel=0.05, abs=0.2 * MB), apart
+                assert between == pytest.approx(crossing * MB, rel=0.05, abs=0.2 * MB), apart
 
 
 def listing(*words: str) -> str:
@@ -235,7 +260,7 @@ def test_bits_per_second_parses_units() -> None:
 def test_pool_rejects_ranks_that_do_not_fill_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: tool)
     with pytest.raises(ValueError, match="8 ranks cannot live 3 on each of 4 hosts; hosts × ranks per host must be"):
-        Pool(8, Cluster(4), ranks_per_host=3)
+        Pool(8, Cluster(4, per_host=3))
 
 
 def test_sent_rejects_unknown_device() -> None:

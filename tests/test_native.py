@@ -174,7 +174,7 @@ def on_the_wire(world: World, fsdp: int, tp: int, ideal: bool) -> tuple[int, int
 @pytest.mark.slow
 @namespaces.needed
 def test_native_cost_matches_kernel_byte_counters() -> None:
-    with Cluster(1) as host, Pool(4, host, ranks_per_host=4) as pool:
+    with Cluster(1, per_host=4) as host, Pool(4, host) as pool:
         for fsdp, tp in ((4, 1), (2, 2), (1, 4)):
             shipped, ideal = (pool.run(on_the_wire, fsdp, tp, ideal) for ideal in (False, True))
             for ranks in (shipped, ideal):

@@ -61,7 +61,7 @@ def training_step(world: World) -> dict[str, tuple[int, int]]:
 @namespaces.needed
 @pytest.mark.parametrize("work", [collectives, training_step])
 def test_ledger_bytes_match_kernel_counters(work: Callable[[World], dict[str, tuple[int, int]]]) -> None:
-    with Cluster(1) as host, Pool(CUBE.ranks, host, ranks_per_host=CUBE.ranks) as pool:
+    with Cluster(1, per_host=CUBE.ranks) as host, Pool(CUBE.ranks, host) as pool:
         found = pool.run(work)
     for name, (_, carried) in found[0].items():
         ledger = sum(rank[name][0] for rank in found)

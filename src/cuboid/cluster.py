@@ -4,9 +4,14 @@
     host 1: eth0 ═══ port1 ┤ bridge, in a namespace of its own
     host 2: eth0 ═══ port2 ┘
 
-What a host sends is shaped at its eth0, what it receives at its port, both to the same rate. A process that only sleeps
-keeps the namespaces open. It is killed when its parent ends, however that ends, and the kernel removes a namespace that
-nobody has open, with all its links. So nothing is ever left behind, and nothing shows among the machine's own.
+Where links inside a host are shaped too, each of its ranks is in a namespace of its own, on a bridge of the host's,
+which is joined to the others by the host's link. Groups of hosts may be joined by slower links still:
+
+    rank: eth0 ═══ port ─ host's bridge ═══ group's bridge ═══ core
+
+What leaves an end of a link is shaped there, so both ways have its rate. A process that only sleeps keeps the
+namespaces open. It is killed when its parent ends, however that ends, and the kernel removes a namespace that nobody
+has open, with all its links. So nothing is ever left behind, and nothing shows among the machine's own.
 """
 
 import ctypes
@@ -17,7 +22,7 @@ import signal
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
@@ -55,10 +60,20 @@ def bits_per_second(rate: str) -> float:
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace, by the file that stands for it, and the host's address on the switch."""
+    """A namespace, by the file that stands for it, its address on the switch, and where the host's link begins: in
+    which namespace, and the name of the device. A rank that has a link inside its host has a namespace of its own."""
 
     namespace: str
     address: str
+    uplink: tuple[str, str] = ("", "eth0")
+
+    def sent(self) -> int:
+        """Bytes that the host has put on its link so far, all its ranks together."""
+        namespace, device = self.uplink
+        if not namespace:
+            return sent(device)
+        with Host(namespace, "").visit():
+            return sent(device)
 
     @property
     def mac(self) -> str:
@@ -83,52 +98,122 @@ class Host:
         return ["nsenter", f"--net={self.namespace}", *words]
 
 
+@dataclass(frozen=True)
+class Links:
+    """Rates such as "25mbit"; "" is unshaped. Inside a host, ranks on an unshaped link share its loopback."""
+
+    between: str = ""  # a host's link to the others
+    inside: str = ""  # a rank's link to the others of its host
+    slow: tuple[tuple[int, str], ...] = ()  # hosts whose link has another rate
+    group: int = 0  # hosts that share a link to all others; 0: there are no groups
+    uplink: str = ""  # that link
+
+    def __post_init__(self) -> None:
+        for rate in (self.between, self.inside, self.uplink, *(rate for _, rate in self.slow)):
+            _shape(rate)
+        if self.uplink and not self.group:
+            raise ValueError(f"uplink={self.uplink!r} joins groups of hosts; say how many hosts a group has")
+
+    def of_host(self, host: int) -> str:
+        return dict(self.slow).get(host, self.between)
+
+
 class Cluster:
-    """Hosts 0 … `hosts`−1, there while its context is open. `rate` is each link's, such as "25mbit"; "" is unshaped.
+    """Hosts 0 … `hosts`−1 of `per_host` ranks each, there while its context is open. `links` may be one rate.
 
     Open it in the main thread: the keeper of the namespaces ends with the thread that forked it.
     """
 
-    def __init__(self, hosts: int, rate: str = "") -> None:
-        if not 1 <= hosts <= MOST_HOSTS:
-            raise ValueError(f"hosts={hosts}: from 1 to {MOST_HOSTS} hosts fit on the switch")
+    def __init__(self, hosts: int, links: Links | str = "", per_host: int = 1) -> None:
+        self.links = Links(links) if isinstance(links, str) else links
+        self.size, self.per_host = hosts, per_host
+        if not 1 <= hosts <= MOST_HOSTS // self._apart:
+            raise ValueError(f"hosts={hosts}: from 1 to {MOST_HOSTS // self._apart} hosts fit on the switch")
         missing = [tool for tool in TOOLS if shutil.which(tool) is None]
         if missing:
             packages = " and ".join(sorted({TOOLS[tool] for tool in missing}))
             raise ValueError(
                 f"hosts are made with {', '.join(missing)}, not found here: install {packages} (Debian's names)"
             )
-        self.size, self.rate, self._shape = hosts, rate, _shape(rate)
         self.keeper = 0
-        self._hosts: list[Host] = []
+        self._places: list[Host] = []  # of hosts or, where links inside are shaped, of ranks
+
+    @property
+    def _apart(self) -> int:
+        """Namespaces of a host."""
+        return self.per_host if self.links.inside else 1
 
     def host(self, i: int) -> Host:
-        assert self._hosts, "the cluster is not open"
-        return self._hosts[i]
+        """Where the first rank of a host is, and all others that share its loopback."""
+        return self.place(i * self.per_host)
+
+    def place(self, rank: int) -> Host:
+        assert self._places, "the cluster is not open"
+        return self._places[rank * self._apart // self.per_host]
 
     def __enter__(self) -> "Cluster":
-        self.keeper = _fork_keeper(self.size + 1)
-        files = (f"/proc/{self.keeper}/fd/{1 + i}" for i in range(self.size + 1))
-        switch, *hosts = (Host(file, f"10.77.{i >> 8}.{i & 255}") for i, file in enumerate(files))
+        count = self.size * self._apart
+        self.keeper = _fork_keeper(count + 1)
+        files = (f"/proc/{self.keeper}/fd/{1 + i}" for i in range(count + 1))
+        switch, *places = (Host(file, f"10.77.{i >> 8}.{i & 255}") for i, file in enumerate(files))
+        if self.links.inside:
+            uplinks = ((switch.namespace, f"up{i // self.per_host}") for i in range(count))
+            places = [replace(place, uplink=uplink) for place, uplink in zip(places, uplinks, strict=True)]
         try:
-            self._set_up(switch, _switch(hosts), (f"port{i}" for i in range(self.size)))
-            for host in hosts:
-                self._set_up(host, _links(host, hosts), ["eth0"])
-                _wait_for_answers(host)
+            _batch(switch, "ip", self._wires(places))
+            _batch(switch, "tc", self._rates())
+            for i, place in enumerate(places):
+                _batch(place, "ip", _links(place, places))
+                _batch(place, "tc", _shaped("eth0", self._rate_of(i)))
+                _wait_for_answers(place)
         except BaseException:
             _end(self.keeper)
             raise
-        self._hosts = hosts
+        self._places = places
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._hosts = []
+        self._places = []
         _end(self.keeper)
 
-    def _set_up(self, host: Host, links: Iterable[str], shaped: Iterable[str]) -> None:
-        _batch(host, "ip", links)
-        if self._shape:
-            _batch(host, "tc", (f"qdisc add dev {device} root {self._shape}" for device in shaped))
+    def _rate_of(self, place: int) -> str:
+        return self.links.inside or self.links.of_host(place)
+
+    def _wires(self, places: list[Host]) -> Iterator[str]:
+        """Of the switch: its bridges, the links that join them, and a port for each place."""
+        yield from _bridge("core")
+        groups = range(-(-self.size // self.links.group)) if self.links.group else ()
+        for g in groups:
+            yield from _bridge(f"group{g}")
+            yield from _joined(f"out{g}", f"group{g}", f"in{g}", "core")
+        for h in range(self.size) if self.links.inside else ():
+            yield from _bridge(f"host{h}")
+            yield from _joined(f"up{h}", f"host{h}", f"down{h}", self._above(h))
+        for i, place in enumerate(places):
+            eth0 = f"name eth0 address {place.mac} mtu {MTU} netns {place.namespace}"
+            yield f"link add name port{i} mtu {MTU} type veth peer {eth0}"
+            bridge = f"host{i // self._apart}" if self.links.inside else self._above(i)
+            yield f"link set dev port{i} master {bridge} up"
+
+    def _above(self, host: int) -> str:
+        """The bridge that a host's link leads to."""
+        return f"group{host // self.links.group}" if self.links.group else "core"
+
+    def _rates(self) -> Iterator[str]:
+        for g in range(-(-self.size // self.links.group)) if self.links.group else ():
+            yield from (line for end in ("out", "in") for line in _shaped(f"{end}{g}", self.links.uplink))
+        for h in range(self.size) if self.links.inside else ():
+            yield from (line for end in ("up", "down") for line in _shaped(f"{end}{h}", self.links.of_host(h)))
+        for i in range(self.size * self._apart):
+            yield from _shaped(f"port{i}", self._rate_of(i))
+
+
+def can_make_hosts() -> bool:
+    try:
+        try_hosts("")
+    except ValueError:
+        return False
+    return True
 
 
 def try_hosts(instead: str) -> None:
@@ -148,14 +233,21 @@ def _shape(rate: str) -> str:
     return f"tbf rate {rate} burst {burst} limit {1 << 30}"
 
 
-def _switch(hosts: list[Host]) -> Iterator[str]:
-    """Its ports, each joined to the eth0 of a host."""
-    yield f"link add name bridge mtu {MTU} type bridge"
-    yield "link set dev bridge up"
-    for i, host in enumerate(hosts):
-        eth0 = f"name eth0 address {host.mac} mtu {MTU} netns {host.namespace}"
-        yield f"link add name port{i} mtu {MTU} type veth peer {eth0}"
-        yield f"link set dev port{i} master bridge up"
+def _shaped(device: str, rate: str) -> Iterator[str]:
+    if rate:
+        yield f"qdisc add dev {device} root {_shape(rate)}"
+
+
+def _bridge(name: str) -> Iterator[str]:
+    yield f"link add name {name} mtu {MTU} type bridge"
+    yield f"link set dev {name} up"
+
+
+def _joined(one: str, its_bridge: str, other: str, its: str) -> Iterator[str]:
+    """A link between two bridges, by the names of its ends."""
+    yield f"link add name {one} mtu {MTU} type veth peer name {other} mtu {MTU}"
+    yield f"link set dev {one} master {its_bridge} up"
+    yield f"link set dev {other} master {its} up"
 
 
 def _links(host: Host, hosts: list[Host]) -> Iterator[str]:
@@ -176,8 +268,11 @@ def _wait_for_answers(host: Host) -> None:
 
 
 def _batch(host: Host, tool: str, lines: Iterable[str]) -> None:
+    text = "\n".join(lines)
+    if not text:
+        return
     with host.visit():
-        done = subprocess.run([tool, "-batch", "-"], input="\n".join(lines), capture_output=True, text=True)
+        done = subprocess.run([tool, "-batch", "-"], input=text, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{tool} could not set up a host ({done.stderr.strip()}): {RIGHTS}")
 

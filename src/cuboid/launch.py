@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
 from typing import Any
@@ -46,6 +46,7 @@ class World:
     attempt: int = 0  # how often ranks had been started before for the same run
     stop: Stop | None = None
     watch: Watch | None = None
+    host: Host | None = None  # of an emulated cluster
 
     @property
     def apart(self) -> bool:
@@ -133,7 +134,7 @@ def _serve(
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     store = _meet(rank, size, door)
-    world = join_world(store, timeout, attempt, stop)
+    world = replace(join_world(store, timeout, attempt, stop), host=host)
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             task = pipe.recv()
@@ -188,7 +189,7 @@ def _meet(rank: int, size: int, door: socket.socket) -> dist.TCPStore:
 class Pool:
     """Ranks that stay up and run one function after another. Fork it before this process uses autograd.
 
-    On a cluster, rank r lives on host r // ranks_per_host; without one all are on this machine's loopback.
+    On a cluster, rank r lives on host r // per_host; without one all are on this machine's loopback.
 
     >>> with Pool(2) as pool:
     ...     pool.run(rank_of)
@@ -199,16 +200,15 @@ class Pool:
         self,
         ranks: int,
         cluster: Cluster | None = None,
-        ranks_per_host: int = 1,
         stop: Stop | None = None,
         attempt: int = 0,
         timeout: float = TIMEOUT,
     ) -> None:
         if ranks < 1:
             raise ValueError(f"ranks={ranks}: at least one rank is needed")
-        if cluster is not None and ranks != cluster.size * ranks_per_host:
+        if cluster is not None and ranks != cluster.size * cluster.per_host:
             raise ValueError(
-                f"{ranks} ranks cannot live {ranks_per_host} on each of {cluster.size} hosts; "
+                f"{ranks} ranks cannot live {cluster.per_host} on each of {cluster.size} hosts; "
                 "hosts × ranks per host must be the number of ranks"
             )
         fork = get_context("fork")
@@ -219,8 +219,8 @@ class Pool:
                 ours, theirs = fork.Pipe()
                 local, local_size, host = rank, ranks, None
                 if cluster is not None:
-                    local, local_size = rank % ranks_per_host, ranks_per_host
-                    host = cluster.host(rank // ranks_per_host)
+                    local, local_size = rank % cluster.per_host, cluster.per_host
+                    host = cluster.place(rank)
                 args = (rank, ranks, local, local_size, host, door, theirs, stop, attempt, timeout)
                 process = fork.Process(target=_serve, args=args, daemon=True)
                 process.start()

@@ -146,7 +146,7 @@ def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:
     with on_a_core(world), closing(ModelRunner(contestant, problem, world)) as runner:
         take_step(runner, problem, problem.seq)
         runner.ledger.spans = []
-        times = timed_step(runner, problem)
+        times = timed_step(runner, problem, world)
         spans = runner.ledger.spans
     phases, start = [], times.began
     for name in ("forward", "backward", "optimizer"):

@@ -19,6 +19,9 @@ from cuboid.bench.bound import step_bytes
 from cuboid.bench.contestant import Contestant
 from cuboid.bench.problem import Problem
 from cuboid.bench.turn import Count, Times, slowest
+from cuboid.plan.layer import Choice, Work
+from cuboid.plan.search import predict
+from cuboid.slow_motion import SlowMotion
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Row:
     rate: str
     bits: float  # a second, of a host's link; 0 where unshaped
     counts: list[Count]  # of every rank
+    slow: SlowMotion | None = None  # on emulated devices
     samples: list[dict[str, float]] = field(default_factory=list)  # of every timed step
 
     def add(self, ranks: Sequence[Sequence[Times]]) -> None:
@@ -63,8 +67,25 @@ class Row:
                     "crossed": crossed,
                     "network": 8 * crossed / self.bits / last.step if self.bits else 0.0,
                     "cpu": sum(times.cpu for times in step),
+                    "busy": max(times.busy for times in step),
+                    "late": max(times.late for times in step),
                 }
             )
+
+    @property
+    def cpu_share(self) -> float:
+        """Of the cores' time that the ranks' own work took: on emulated devices it should be none."""
+        return self.spread("cpu").median / (os.cpu_count() or 1) / self.spread("step").median
+
+    @property
+    def planned(self) -> float | None:
+        """Seconds a step takes by the planner, for the figures that are emulated; None: it plans no such layout."""
+        if self.slow is None or self.contestant.way not in ("cuboid", "cube", "FSDP×TP"):
+            return None
+        work = Work(self.problem.config, self.problem.batch, self.problem.seq, "fp32")
+        choice = Choice(policy=self.problem.policy, schedule=self.contestant.schedule(self.problem))
+        overlap = self.contestant.overlap
+        return predict(self.slow.hardware, work, self.contestant.shape, choice, overlap=overlap).seconds
 
     def spread(self, name: str) -> Spread:
         return Spread.of([sample[name] for sample in self.samples])
@@ -102,6 +123,8 @@ class Row:
             "traffic_rank_0": first.traffic,
             "peak_bytes": self.peak,
             "parameter_bytes": max(count.parameters for count in self.counts),
+            "emulated": str(self.slow) if self.slow is not None else None,
+            "planned_seconds": self.planned,
             "spread": {name: asdict(self.spread(name)) for name in self.samples[0]} if self.samples else {},
             "samples": self.samples,
         }

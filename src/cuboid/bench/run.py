@@ -19,6 +19,7 @@ from cuboid.cluster import Cluster, bits_per_second
 from cuboid.comm import from_all
 from cuboid.launch import Pool, World, is_first, join_world, under_torchrun
 from cuboid.mesh import Axis
+from cuboid.slow_motion import SlowMotion
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Trial:
     ranks: int
     contestants: Sequence[Contestant]
     rate: str = ""
+    slow: SlowMotion | None = None  # on emulated devices
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,16 @@ def bench(result: Result, trials: Sequence[Trial], pace: Pace, out: Path, consol
                 with _ranks(trial, pace, started, shaped=False) as ranks:
                     for contestant in missing:
                         told(f"{trial.ranks} ranks: counting {contestant.name}")
-                        counted[trial.problem, contestant] = ranks.run(count, contestant, trial.problem)
+                        counted[trial.problem, contestant] = ranks.run(count, contestant, trial.problem, trial.slow)
             with _ranks(trial, pace, started, shaped=True) as ranks:
                 rows = [_row(trial, contestant, counted) for contestant in trial.contestants]
                 for i in range(pace.rounds):
                     for row in rows if i % 2 == 0 else reversed(rows):
                         where = f"{trial.ranks} ranks" + (f", {trial.rate}" if trial.rate else "")
                         told(f"{where}: round {i + 1} of {pace.rounds}, {row.contestant.name}")
-                        row.add(ranks.run(turn, row.contestant, trial.problem, pace.steps, bool(trial.rate)))
+                        row.add(
+                            ranks.run(turn, row.contestant, trial.problem, pace.steps, bool(trial.rate), trial.slow)
+                        )
             result.rows += rows
             if is_first():
                 result.save(out)
@@ -86,7 +90,7 @@ def bench(result: Result, trials: Sequence[Trial], pace: Pace, out: Path, consol
 
 def _row(trial: Trial, contestant: Contestant, counted: dict[tuple[Problem, Contestant], list[Count]]) -> Row:
     bits = bits_per_second(trial.rate) if trial.rate else 0.0
-    return Row(contestant, trial.problem, trial.ranks, trial.rate, bits, counted[trial.problem, contestant])
+    return Row(contestant, trial.problem, trial.ranks, trial.rate, bits, counted[trial.problem, contestant], trial.slow)
 
 
 @contextmanager
@@ -97,7 +101,8 @@ def _ranks(trial: Trial, pace: Pace, started: Started | None, shaped: bool) -> I
         yield started
     elif shaped and trial.rate:
         hosts = -(-trial.ranks // pace.per_host)
-        with Cluster(hosts, trial.rate) as cluster, Pool(trial.ranks, cluster, pace.per_host) as pool:
+        links = trial.slow.links if trial.slow is not None else trial.rate
+        with Cluster(hosts, links, pace.per_host) as cluster, Pool(trial.ranks, cluster) as pool:
             yield pool
     else:
         with Pool(trial.ranks) as pool:

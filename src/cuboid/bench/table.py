@@ -9,6 +9,7 @@ from cuboid.bench.result import Result, Row
 from cuboid.train.progress import quantity
 
 LEAST_NETWORK = 0.7  # of a step that bytes ÷ rate must explain for its ratios to speak of the network
+MOST_CPU, MOST_CPU_ROUGH = 0.15, 0.3  # of the cores' time that ranks may take beside emulated devices; if quick
 
 
 def show(result: Result, console: Console) -> None:
@@ -16,9 +17,51 @@ def show(result: Result, console: Console) -> None:
     for row in result.rows:
         groups.setdefault((row.rate, row.ranks), []).append(row)
     for (rate, ranks), rows in groups.items():
-        console.print(_table(rows, f"{ranks} ranks, {rate + ' a host' if rate else 'links unshaped'}"))
-        for line in _remarks(rows):
+        slow = rows[0].slow
+        if slow is not None:
+            console.print(_slow_table(rows, f"{ranks} ranks, {slow}"))
+        else:
+            console.print(_table(rows, f"{ranks} ranks, {rate + ' a host' if rate else 'links unshaped'}"))
+        for line in _remarks(rows) if slow is None else _slow_remarks(rows):
             console.print(line, highlight=False)
+
+
+def _slow_table(rows: Sequence[Row], title: str) -> Table:
+    """Of emulated devices: no values, so no losses."""
+    columns = ["layout", "step", "quartiles", "fwd", "bwd", "opt", f"× {rows[0].contestant.way}", "busy", "exposed"]
+    columns += ["sent", "crossed", "planned", "CPU"]
+    table = Table(*columns, title=title, title_justify="left")
+    for column in table.columns:
+        column.justify, column.no_wrap = "left" if column.header == "layout" else "right", True
+    first, fastest = rows[0].spread("step").median, min(row.spread("step").median for row in rows)
+    for row in rows:
+        step = row.spread("step")
+        cells = [row.contestant.name, f"{step.median:.3g}", f"{step.low:.3g}–{step.high:.3g}"]
+        cells += [f"{row.spread(part).median:.3g}" for part in ("forward", "backward", "optimizer")]
+        cells += [f"{first / step.median:.2f}"]
+        cells += [f"{row.spread(part).median / step.median:.0%}" for part in ("busy", "exposed")]
+        cells += [quantity(row.sent), quantity(row.spread("crossed").median)]
+        cells += ["–" if row.planned is None else f"{row.planned:.3g}", f"{row.cpu_share:.0%}"]
+        table.add_row(*cells, style="bold" if step.median == fastest else "")
+    return table
+
+
+def _slow_remarks(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "Emulated devices: local work is timed, not done; messages are real. Seconds a step; busy, exposed: of the "
+        "step, a device computing and waiting for messages; sent: bytes of a rank; crossed: bytes the busiest host "
+        "sent to others; planned: seconds by cuboid plan for the same figures; CPU: of the cores' time, the ranks' own."
+    ]
+    wrong = [row.contestant.name for row in rows if not row.as_predicted]
+    lines.append(f"Bytes differ from the formula: {', '.join(wrong)}." if wrong else "Bytes equal the formula's.")
+    busiest = max(rows, key=lambda row: row.cpu_share)
+    if busiest.cpu_share > MOST_CPU:
+        how = "rough" if busiest.cpu_share <= MOST_CPU_ROUGH else "not to be counted"
+        lines.append(
+            f"The ranks' own work took {busiest.cpu_share:.0%} of the cores' time ({busiest.contestant.name}), more "
+            f"than {MOST_CPU:.0%}: these figures are {how}; use a larger factor."
+        )
+    return lines
 
 
 def _table(rows: Sequence[Row], title: str) -> Table:

@@ -1,9 +1,8 @@
 """What a rank does in a benchmark: count a step once, time steps turn by turn."""
 
-import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,9 +11,10 @@ import torch.distributed as dist
 
 from cuboid.bench.contestant import Contestant, Runner
 from cuboid.bench.problem import Problem
-from cuboid.cluster import sent
+from cuboid.emulate import Emulated
 from cuboid.launch import World
 from cuboid.measure import Memory, count_flops, local
+from cuboid.slow_motion import SlowMotion
 
 Counts = dict[str, dict[str, tuple[int, int]]]
 
@@ -23,7 +23,7 @@ Counts = dict[str, dict[str, tuple[int, int]]]
 class Count:
     """Of one step, on one rank: what does not depend on the clock. The peak is rank 0's, else 0."""
 
-    loss: float
+    loss: float | None  # None on emulated devices, which compute no values
     traffic: Counts  # (calls, bytes) per axis and collective
     predicted: Counts
     flops: int
@@ -38,10 +38,12 @@ class Times:
     forward: float
     backward: float
     optimizer: float
-    exposed: float  # waiting for communication; not known of native
+    exposed: float  # waiting for communication; not known of native, but on emulated devices
     crossed: int  # bytes that left this rank's host, all its ranks'
     cpu: float  # seconds of all this rank's threads
     began: float  # by `time.perf_counter`
+    busy: float = 0.0  # of an emulated device
+    late: float = 0.0  # by which messages left later than an emulated device would have sent them
 
     @property
     def step(self) -> float:
@@ -53,36 +55,46 @@ def slowest(ranks: Sequence[Sequence[Times]]) -> list[Times]:
     return [max(step, key=lambda times: times.step) for step in zip(*ranks, strict=True)]
 
 
-def count(world: World, contestant: Contestant, problem: Problem) -> Count:
+def count(world: World, contestant: Contestant, problem: Problem, slow: SlowMotion | None = None) -> Count:
     """One step, under rank 0's memory meter, which slows a rank down, so the others go without. The FLOP counter holds
-    on to tensors, so native, whose FLOPs have no formula, takes a second one."""
+    on to tensors, so native, whose FLOPs have no formula, takes a second one. On emulated devices nothing is computed,
+    nor does it take any time here."""
     runner, metered = contestant.runner(problem, world), world.rank == 0
     memory, predicted = Memory(runner.module), contestant.cost(problem, world.rank)
     try:
-        with memory if metered else nullcontext(), runner.counted():
-            loss = runner.forward(*problem.data())
-            loss.backward()
-        traffic, flops = runner.ledger.counts(), predicted.flops
-        if contestant.native:
-            runner.optimizer.zero_grad()
-            with count_flops() as counter, runner.counted():
-                runner.forward(*problem.data()).backward()
-            flops = counter.get_total_flops()
+        with device_of(slow and slow.instant(), world):
+            with memory if metered else nullcontext(), runner.counted():
+                loss = runner.forward(*problem.data())
+                loss.backward()
+            traffic, flops = runner.ledger.counts(), predicted.flops
+            if contestant.native:
+                runner.optimizer.zero_grad()
+                with count_flops() as counter, runner.counted():
+                    runner.forward(*problem.data()).backward()
+                flops = counter.get_total_flops()
         parameters = sum(local(p).nbytes for p in runner.module.parameters())
         peak = memory.peak + 2 * parameters if metered else 0
-        return Count(float(loss.detach()), traffic, predicted.counts(), flops, peak, parameters)
+        value = None if slow else float(loss.detach())
+        return Count(value, traffic, predicted.counts(), flops, peak, parameters)
     finally:
         runner.close()
 
 
-def turn(world: World, contestant: Contestant, problem: Problem, steps: int, cold: bool) -> list[Times]:
+def device_of(slow: SlowMotion | None, world: World) -> AbstractContextManager[Emulated | None]:
+    return nullcontext() if slow is None else Emulated(slow.of_rank(world.rank), seed=world.rank)
+
+
+def turn(
+    world: World, contestant: Contestant, problem: Problem, steps: int, cold: bool, slow: SlowMotion | None = None
+) -> list[Times]:
     """Make the model, warm it up, time `steps` steps, give everything back. Where links are slow (`cold`) the warm-up
     is a step of a few tokens, which opens every connection."""
     runner = contestant.runner(problem, world)
     short = contestant.shape.y if contestant.native else 1  # torch's own cuts the sequence, and pads nothing
     try:
-        take_step(runner, problem, short if cold else problem.seq)
-        return [timed_step(runner, problem) for _ in range(steps)]
+        with device_of(slow, world) as device:
+            take_step(runner, problem, short if cold else problem.seq)
+            return [timed_step(runner, problem, world, device) for _ in range(steps)]
     finally:
         runner.close()
 
@@ -98,37 +110,40 @@ def update(runner: Runner) -> None:
     runner.optimizer.zero_grad()
 
 
-def timed_step(runner: Runner, problem: Problem) -> Times:
+def timed_step(runner: Runner, problem: Problem, world: World, device: Emulated | None = None) -> Times:
     data = problem.data()
     runner.ledger.reset()
+    now(device)
     dist.barrier()
-    before = sent_to_others()
+    before = sent_to_others(world)
     dist.barrier()
-    cpu, marks = time.process_time(), [now()]
+    if device is not None:
+        device.reset()
+    cpu, marks = time.process_time(), [now(device)]
     loss = runner.forward(*data)
-    marks.append(now())
+    marks.append(now(device))
     loss.backward()
-    marks.append(now())
+    marks.append(now(device))
     update(runner)
-    marks.append(now())
+    marks.append(now(device))
     cpu = time.process_time() - cpu
+    found = (runner.ledger.exposed(), 0.0, 0.0) if device is None else (device.exposed, device.busy, device.late)
     dist.barrier()
-    crossed = sent_to_others() - before
-    exposed = runner.ledger.exposed()
+    crossed = sent_to_others(world) - before
     forward, backward, optimizer = (stop - start for start, stop in pairwise(marks))
-    return Times(forward, backward, optimizer, exposed, crossed, cpu, marks[0])
+    exposed, busy, late = found
+    return Times(forward, backward, optimizer, exposed, crossed, cpu, marks[0], busy, late)
 
 
-def now() -> float:
-    if torch.cuda.is_available():
+def now(device: Emulated | None = None) -> float:
+    """When the device has done what it was given."""
+    if device is not None:
+        device.synchronize()
+    elif torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def sent_to_others() -> int:
+def sent_to_others(world: World) -> int:
     """By all ranks of this host so far, as the kernel counts; 0 where no link joins hosts of its own."""
-    return sent("eth0") if emulated() else 0
-
-
-def emulated() -> bool:
-    return os.environ.get("GLOO_SOCKET_IFNAME") == "eth0"
+    return 0 if world.host is None else world.host.sent()

@@ -18,10 +18,11 @@ from cuboid.bench.result import Result
 from cuboid.bench.run import Pace, Trial
 from cuboid.bench.run import bench as run_bench
 from cuboid.bench.table import show
-from cuboid.cluster import bits_per_second, try_hosts
+from cuboid.cluster import bits_per_second, can_make_hosts, try_hosts
 from cuboid.config import ModelConfig
 from cuboid.launch import is_first, under_torchrun
 from cuboid.parallel.cuboid import Policy
+from cuboid.slow_motion import parse
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ QUICK = {
 }
 
 TIMED = {"ranks", "hosts", "ranks_per_host", "rate", "rounds", "steps", "only", "layers", "hidden", "heads", "vocab"}
-TIMED |= {"batch", "seq", "activations", "weights"}
+TIMED |= {"batch", "seq", "activations", "weights", "emulate"}
 COMMON = {"quick", "out"}
 #: The options that each benchmark takes, with those common to all.
 TAKES = {
@@ -95,6 +96,10 @@ def bench(
     weights: Annotated[
         str, typer.Option(help="Cuboids, and PyTorch's FSDP, retain or regather gathered weights.")
     ] = "regather",
+    emulate: Annotated[
+        str,
+        typer.Option(help="Emulated devices and links: a preset slowed down, such as v100-edr/2000, or figures."),
+    ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer: minutes, and rough.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the pictures.")] = Path("bench"),
 ) -> None:
@@ -123,6 +128,13 @@ def bench(
         cpu(size, rounds or (2 if quick else 5), out, console, only, hidden or 1024)
         return
     own = (QUICK if quick else SETTINGS)[what]
+    slow = parse(emulate) if emulate else None
+    if slow is not None:
+        if given & {"rate", "ranks_per_host"} or under_torchrun():
+            raise ValueError(
+                "--emulate says what links and hosts there are; leave out --rate, --ranks-per-host, torchrun"
+            )
+        ranks_per_host, rate = slow.hardware.node, slow.links.between if can_make_hosts() else ""
     rates = [each.strip() for each in (own.rate if rate is None else rate).split(",")]
     if under_torchrun():
         if rate:
@@ -158,9 +170,9 @@ def bench(
                 console.print(line, soft_wrap=True, markup=False, highlight=False)
         for each in rates:
             apart = bool(each) or under_torchrun()
-            trials.append(Trial(replace(problem, apart=apart), size, chosen, each))
+            trials.append(Trial(replace(problem, apart=apart or slow is not None), size, chosen, each, slow))
     pace = Pace(rounds or own.rounds, steps or own.steps, ranks_per_host)
-    settings = {"ranks": sizes, "ranks_per_host": ranks_per_host, "rates": rates, **vars(pace)}
+    settings = {"emulate": emulate, "ranks": sizes, "ranks_per_host": ranks_per_host, "rates": rates, **vars(pace)}
     result = run_bench(Result(what, settings), trials, pace, out, console)
     if is_first():
         show(result, console)

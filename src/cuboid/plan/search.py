@@ -79,9 +79,6 @@ class Ranking:
         peak = self.hardware.peak[self.work.precision] * self.devices
         return model_flops(self.work) / plan.seconds / peak
 
-    def find(self, cuboid: Cuboid) -> Plan | None:
-        return next((plan for plan in (*self.plans, *self.too_large) if plan.cuboid.sizes == cuboid.sizes), None)
-
 
 def model_flops(work: Work) -> int:
     """Of a step, nothing computed again and causal scores counted in full, as is the custom."""

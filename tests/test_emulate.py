@@ -1,0 +1,199 @@
+"""Emulated devices: what an operation takes, what is still computed, and that layouts send what they would send."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cuboid.bench.contestant import Contestant, every
+from cuboid.bench.problem import Problem
+from cuboid.bench.turn import count, turn
+from cuboid.config import ModelConfig
+from cuboid.emulate import Device, Emulated
+from cuboid.launch import Pool, World
+from cuboid.mesh import Cuboid, Mesh
+from cuboid.model import Transformer
+from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.slow_motion import SlowMotion, parse
+
+Pools = Callable[[int], Pool]
+SLOW = parse("fp32=1e9,bf16=4e9,stream=1e8,launch=1e-3")
+MODEL = ModelConfig("gpt2", layers=1, hidden=32, heads=4, vocab=32, context=16, tied=False)
+PROBLEM = Problem(MODEL, 8, 16)
+
+
+def emulated(**changes: Any) -> Emulated:
+    return Emulated(replace(SLOW.device, **changes))
+
+
+# Time
+
+
+@pytest.mark.parametrize(
+    ("operate", "seconds"),
+    [
+        pytest.param(lambda a, b: a @ b, 2 * 200 * 300 * 400 / 1e9 + 1e-3, id="product"),
+        pytest.param(lambda a, b: (a.bfloat16(), b.bfloat16()), 6 * 180_000 / 1e8 + 2e-3, id="narrowed"),
+        pytest.param(lambda a, b: a + a, 3 * 4 * 60_000 / 1e8 + 1e-3, id="elementwise"),
+        pytest.param(lambda a, b: a.add_(1), 4 * 60_000 / 1e8 + 1e-3, id="in place"),
+        pytest.param(lambda a, b: torch.zeros(1000), 4 * 1000 / 1e8 + 1e-3, id="filled"),
+        pytest.param(lambda a, b: (a.T, a[3:], a.view(-1), torch.empty_like(a)), 0.0, id="views"),
+        pytest.param(lambda a, b: torch.arange(10**5) + 1, 0.0, id="integers"),
+    ],
+)
+def test_emulated_device_is_busy_for_flops_and_bytes(operate: Callable[..., Any], seconds: float) -> None:
+    a, b = torch.zeros(200, 300), torch.zeros(300, 400)
+    with emulated() as device:
+        operate(a, b)
+    assert device.busy == pytest.approx(seconds)
+
+
+def test_emulated_device_waits_for_its_host() -> None:
+    """Launches that take longer than what is launched."""
+    x = torch.zeros(10)
+    with emulated(host=0.01) as device:
+        device.reset()
+        began = device.free
+        for _ in range(5):
+            x + x
+        assert device.free - began == pytest.approx(5 * 0.01 + 1e-3 + 3 * 40 / 1e8)
+        assert device.busy == pytest.approx(5 * (1e-3 + 3 * 40 / 1e8))
+
+
+def test_emulated_device_synchronize_waits_until_done() -> None:
+    with emulated() as device:
+        torch.zeros(200, 300) @ torch.zeros(300, 400)
+        device.synchronize()
+        free, device.free = device.free, 0.0
+        device.reset()
+        assert device.free >= free  # the clock has come so far
+
+
+def test_emulated_device_can_be_slow_and_uneven() -> None:
+    x = torch.zeros(1000)
+
+    def busy(**changes: Any) -> float:
+        with emulated(**changes) as device:
+            for _ in range(400):
+                x + x
+        return device.busy
+
+    assert busy(slower=0.2) == pytest.approx(1.2 * busy())
+    assert busy(jitter=0.1) == pytest.approx(busy(), rel=0.03)
+    assert busy(jitter=0.1) != busy()
+
+
+# Values and memory
+
+
+def test_emulated_device_computes_integers_alone() -> None:
+    with emulated():
+        index = torch.arange(6).view(2, 3) * 2
+        assert index.tolist() == [[0, 2, 4], [6, 8, 10]]
+        made = torch.nn.functional.gelu(torch.zeros(5, 7, dtype=torch.bfloat16)[:, 1:])
+        assert (made.shape, made.dtype) == ((5, 6), torch.bfloat16)
+        assert made.sum().item() == 1.0  # a value that nobody should believe
+
+
+def test_emulated_device_runs_out_of_memory() -> None:
+    small = replace(SLOW.hardware, memory=1000.0)
+    with Emulated(Device(small)):
+        kept = torch.zeros(200)
+        for _ in range(5):
+            torch.zeros(40)  # and gone again
+        with pytest.raises(
+            torch.OutOfMemoryError, match="has 1,000 bytes, of which 800 are taken; 400 more do not fit"
+        ):
+            torch.zeros(100)
+    assert kept.shape == (200,)
+
+
+def stepped(world: World) -> tuple[list[bool], list[float]]:
+    """Whether gradients have their parameters' shapes, and how long three steps keep the device busy."""
+    parallel = CuboidParallel(MODEL, Mesh(Cuboid(), alone=True))
+    model, place = Transformer(parallel, None), parallel.place(8, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids, busy = torch.zeros(16, 8, dtype=torch.long), []
+    with emulated() as device:
+        for _ in range(3):
+            device.reset()
+            model(ids, ids, place).backward()
+            same = [p.grad is not None and p.grad.shape == p.shape for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            busy.append(device.busy)
+    return same, busy
+
+
+def test_emulated_device_trains_a_model(pool: Pools) -> None:
+    same, (first, second, third) = pool(1).run(stepped)[0]
+    assert all(same)
+    assert first > second  # which need not make the optimizer's state
+    assert second == pytest.approx(third)
+
+
+# Benchmarks
+
+
+@pytest.mark.parametrize("way", ["1-D", "2-D", "cuboid", "native"])
+def test_count_on_emulated_devices_matches_cost_formula(way: str, pool: Pools) -> None:
+    chosen = next(c for c in every(PROBLEM, 4) if c.way == way and c.shape != Cuboid(4, 1, 1))
+    for found in pool(4).run(count, chosen, PROBLEM, SLOW):
+        assert found.traffic == found.predicted
+        assert found.loss is None
+
+
+@pytest.mark.parametrize("way", ["cuboid", "native"])
+def test_turn_on_emulated_devices_times_work_that_is_not_done(way: Any, pool: Pools) -> None:
+    slow = parse("fp32=1e8,stream=1e8,rank1=1.0")
+    (one,), (other,) = pool(2).run(turn, Contestant(way, Cuboid(2, 1, 1)), PROBLEM, 1, False, slow)
+    assert other.busy == pytest.approx(2 * one.busy)  # the slower rank
+    assert one.step >= one.exposed > 0  # it waits for the slower one
+    for found in (one, other):
+        assert found.step >= found.busy
+
+
+# What is asked for
+
+
+def test_slow_motion_keeps_ratios() -> None:
+    one, slow = parse("v100-edr"), parse("v100-edr/2000")
+    assert slow.factor == 2000
+    for a, b in ((one.hardware, slow.hardware),):
+        assert a.rate["fp32"] / b.rate["fp32"] == a.stream / b.stream == pytest.approx(2000)
+        assert b.launch / a.launch == pytest.approx(2000)
+        assert a.link("across", "all_gather").bandwidth / b.link("across", "all_gather").bandwidth == 2000
+    assert (slow.links.inside, slow.links.between) == ("240.000mbit", "44.000mbit")
+    assert "emulated devices v100-edr/2000" in str(slow)
+
+
+def test_slow_motion_takes_figures_noise_and_links() -> None:
+    text = (
+        "fp32=2e9,stream=1e9,node=4,between=50mbit,inside=1gbit,jitter=0.1,rank3=0.2,host1=5mbit,group=2,uplink=9mbit"
+    )
+    found: SlowMotion = parse(text)
+    assert (found.hardware.rate["fp32"], found.hardware.node) == (2e9, 4)
+    assert found.hardware.link("across", "all_reduce").bandwidth == 50e6 / 8
+    assert (found.of_rank(3).slower, found.of_rank(2).slower, found.device.jitter) == (0.2, 0.0, 0.1)
+    links = found.links
+    assert (links.of_host(1), links.of_host(0), links.group, links.uplink) == ("5mbit", "50mbit", 2, "9mbit")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("v100", "neither a preset nor a figure; presets are v100-edr"),
+        ("v100-edr/fast", "the factor is 'fast'; it must be a number of at least 1"),
+        ("v100-edr/0.5", "the factor is '0.5'"),
+        ("fp32=2e9", "does not say stream"),
+        ("v100-edr/9,colour=3", "'colour=3', which is no figure of a device or link"),
+        ("v100-edr/9,jitter=-1", "jitter is '-1'"),
+        ("v100-edr/9,uplink=5mbit", "say how many hosts a group has"),
+        ("v100-edr/9,host2=fast", "rate='fast' is not a number"),
+    ],
+)
+def test_slow_motion_rejects_what_it_cannot_be(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse(text)
