@@ -12,6 +12,7 @@ import cuboid
 #: The core, lowest first: a module imports nothing but modules above it in this list.
 CORE = (
     "ledger",
+    "device",
     "journal",
     "watch",
     "mesh",
@@ -113,6 +114,22 @@ def calls(tree: ast.Module) -> set[str]:
 
 def test_comm_alone_calls_collectives() -> None:
     assert {name for name, tree in SOURCES.items() if calls(tree)} == {"comm"}
+
+
+def asks(tree: ast.Module) -> bool:
+    """Whether a module asks what kind of device there is."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda"):
+            return True
+        if isinstance(node, ast.Compare) and "'cuda'" in ast.unparse(node):
+            return True
+    return False
+
+
+def test_package_only_device_asks_for_its_kind() -> None:
+    assert {name for name, tree in SOURCES.items() if asks(tree)} == {"device"}
+    for source in ("torch.cuda.synchronize()", "f() if x.is_cuda else g()", "x.device.type == 'cuda'"):
+        assert asks(ast.parse(source))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from cuboid.config import ModelConfig
+from cuboid.device import is_gpu
 from cuboid.fuse import Fuse, plain
 
 
@@ -87,7 +88,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:
         # on a GPU the kernel knows this shape; on a CPU it must be given the mask
-        mask = causal_lower_right(s, t) if q.is_cuda else q.new_ones(s, t, dtype=torch.bool).tril(t - s)
+        mask = causal_lower_right(s, t) if is_gpu(q.device) else q.new_ones(s, t, dtype=torch.bool).tril(t - s)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
     return y.permute(2, 0, 1, 3).flatten(2)  # b h s e -> s b (h e)
 

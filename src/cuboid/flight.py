@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cuboid.device import Stamps, any_gpu
 from cuboid.ledger import Span
 from cuboid.mesh import Axis
 
@@ -48,6 +48,7 @@ class Flight:
         axis: Axis | None = None,
     ) -> None:
         self._works, self._result, self._span, self._axis = works, result, span, axis
+        self._stamps: Stamps | None = None
         self._number = 0 if axis is None or axis.journal is None else axis.journal.count
         if works and span is not None and axis is not None:
             self._clock_start(works, span, axis)
@@ -70,26 +71,24 @@ class Flight:
         if axis.backend == "gloo":
             for work in works if axis.ledger.spans is not None else ():  # a call into Python takes time from the rank
                 work.get_future().add_done_callback(lambda _: setattr(span, "landed", time.perf_counter()))
-        elif torch.cuda.is_available():
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            self._events[0].record()
+        elif any_gpu():
+            self._stamps = Stamps()
 
     def _clock_wait(self, works: Sequence[dist.Work], span: Span, axis: Axis) -> None:
-        events, ledger = getattr(self, "_events", None), axis.ledger
-        if events is None:
+        stamps, ledger = self._stamps, axis.ledger
+        if stamps is None:
             start = time.perf_counter()
             for work in works:
                 work.wait() if axis.journal is None else axis.journal.wait(work, self._number)
             ledger.waited(span, start, time.perf_counter())
             return
-        events[1].record()
+        stamps.awaited()
         for work in works:
             work.wait()
-        events[2].record()
+        stamps.there()
 
         def settle() -> None:
-            events[2].synchronize()
-            start, stop = (span.launched + events[0].elapsed_time(event) / 1e3 for event in events[1:])
+            start, stop = (span.launched + seconds for seconds in stamps.seconds())
             ledger.waited(span, start, stop)
             span.landed = stop
 

@@ -23,6 +23,7 @@ import torch.distributed.tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from cuboid.cluster import PR_SET_PDEATHSIG, Cluster, Host
+from cuboid.device import any_gpu, backend_for, is_gpu, take
 from cuboid.meeting import fresh_store, store_is_old
 from cuboid.stop import Stop, leave_signals_to_parent
 from cuboid.watch import RankError as RankError
@@ -51,7 +52,7 @@ class World:
     @property
     def apart(self) -> bool:
         """Whether messages leave the processors that compute: something can then be hidden."""
-        return self.device.type == "cuda" or self.local_size < self.size
+        return is_gpu(self.device) or self.local_size < self.size
 
 
 class RankDied(RankError):
@@ -79,19 +80,16 @@ def join_world(
     if store is None and store_is_old():
         store = fresh_store(rank, size, max(timeout, TIMEOUT))  # who imports late is no stalled collective
     local = int(os.environ.get("LOCAL_RANK", rank))
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(local)
-    else:
+    device = take(local)
+    if not is_gpu(device):
         _keep_memory()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        backend_for(device),
         rank=rank,
         world_size=size,
         store=store,
         timeout=timedelta(seconds=timeout),
-        device_id=device if cuda else None,
+        device_id=device if is_gpu(device) else None,
     )
     return World(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), attempt, stop)
 
@@ -316,7 +314,7 @@ def launch(
         raise ValueError(
             f"torchrun started {size} ranks but {ranks} are wanted; set --nproc-per-node and --nnodes to match"
         )
-    if not torch.cuda.is_available():
+    if not any_gpu():
         torch.set_num_threads(1)
     _end_with_agent()
     try:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
+from cuboid.device import current
 from cuboid.journal import Journal
 from cuboid.ledger import Ledger
 from cuboid.watch import Watch
@@ -184,9 +185,7 @@ class Mesh:
         cuboid = Cuboid(**sizes, order=(*(axis for axis in AXES if axis not in names), *names))
         if device_mesh.mesh.flatten().tolist() != list(range(cuboid.ranks)):
             raise ValueError(f"the device mesh is made of {device_mesh.mesh.tolist()}; give one of all ranks in order")
-        kind, device = device_mesh.device_type, torch.device(device_mesh.device_type)
-        if kind == "cuda":
-            device = torch.device(kind, torch.cuda.current_device())
+        device = current(device_mesh.device_type)
         groups = {name: device_mesh.get_group(name) for name in names}
         return cls(cuboid, device_mesh.get_rank(), device, groups=groups)
 

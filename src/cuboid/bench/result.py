@@ -19,6 +19,7 @@ from cuboid.bench.bound import step_bytes
 from cuboid.bench.contestant import Contestant
 from cuboid.bench.problem import Problem
 from cuboid.bench.turn import Count, Times, slowest
+from cuboid.device import gpu_names
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
 from cuboid.slow_motion import SlowMotion
@@ -168,7 +169,7 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": gpu_names(),
         "versions": {"cuboid": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "load_at_start": os.getloadavg(),
     }

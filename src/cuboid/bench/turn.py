@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 import torch.distributed as dist
 
 from cuboid.bench.contestant import Contestant, Runner
 from cuboid.bench.problem import Problem
+from cuboid.device import synchronize
 from cuboid.emulate import Emulated
 from cuboid.launch import World
 from cuboid.measure import Memory, count_flops, local
@@ -139,8 +139,8 @@ def now(device: Emulated | None = None) -> float:
     """When the device has done what it was given."""
     if device is not None:
         device.synchronize()
-    elif torch.cuda.is_available():
-        torch.cuda.synchronize()
+    else:
+        synchronize()
     return time.perf_counter()
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -24,6 +23,7 @@ from cuboid.calibrate.timing import (
     time_slowdown,
 )
 from cuboid.cluster import Cluster
+from cuboid.device import is_gpu, usable_memory
 from cuboid.launch import Pool, World
 from cuboid.plan.hardware import KINDS, REMEDY, Hardware, Link
 
@@ -41,7 +41,7 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
     """On every rank; rank 0 shows its progress and returns what was found."""
     began, bench = time.perf_counter(), Bench(world)
     node, cores = world.local_size, cores_shared(world)
-    direct = world.device.type != "cuda"
+    direct = not is_gpu(world.device)
     with told(world.rank == 0) as tell:
         tell("products")
         shapes, measured = time_products(bench, settings)
@@ -72,7 +72,7 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
     hardware = Hardware(
         name=name,
         node=node,
-        memory=memory_of(world),
+        memory=usable_memory(world.device, world.size),
         peak={settings.precision: rate},
         rate={settings.precision: rate},
         stream=stream,
@@ -120,14 +120,7 @@ def unmeasured(level: str, world: World) -> str:
 def cores_shared(world: World) -> int:
     """This machine's, if all ranks are here and are more than they."""
     cores = len(os.sched_getaffinity(0))
-    return cores if world.device.type == "cpu" and world.size == world.local_size > cores else 0
-
-
-def memory_of(world: World) -> float:
-    """Bytes a rank may use."""
-    if world.device.type == "cuda":
-        return 0.95 * torch.cuda.mem_get_info(world.device)[1]
-    return 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.size
+    return cores if not is_gpu(world.device) and world.size == world.local_size > cores else 0
 
 
 @contextmanager

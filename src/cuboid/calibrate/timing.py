@@ -16,6 +16,7 @@ from torch import Tensor
 from cuboid.attention import attend
 from cuboid.comm import COLLECTIVES, Kind, from_all
 from cuboid.config import ModelConfig
+from cuboid.device import synchronize
 from cuboid.launch import World
 from cuboid.mesh import Axis, Cuboid, Mesh
 from cuboid.model import Transformer
@@ -67,8 +68,7 @@ class Bench:
         return median(found)
 
     def now(self) -> float:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
         return time.perf_counter()
 
 

@@ -4,9 +4,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from cuboid import data
+from cuboid.device import gpu_at_hand
 from cuboid.plan.explain import nothing_fits, why
 from cuboid.plan.hardware import PRESETS, Hardware, load
 from cuboid.plan.layer import Work
@@ -16,16 +15,17 @@ from cuboid.train.config import CuboidSection, DataSection, MemorySection, Train
 
 def guessed_hardware() -> tuple[Hardware, str]:
     """The preset of the GPU at hand with its own memory, and what it was guessed from."""
-    if not torch.cuda.is_available():
+    gpu = gpu_at_hand()
+    if gpu is None:
         return PRESETS["cpu"], "Hardware: the preset cpu, as PyTorch sees no GPU."
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    words = re.split(r"\W", gpu.name.upper())
+    gpu_name, gpu_memory = gpu
+    words = re.split(r"\W", gpu_name.upper())
     for name, preset in PRESETS.items():
         if name.split("-")[0].upper() in words:
-            memory = 0.95 * gpu.total_memory // 1e9 * 1e9  # the same on all ranks
-            return replace(preset, memory=memory), f"Hardware: the preset {name}, as the GPU is {gpu.name!r}."
+            memory = 0.95 * gpu_memory // 1e9 * 1e9  # the same on all ranks
+            return replace(preset, memory=memory), f"Hardware: the preset {name}, as the GPU is {gpu_name!r}."
     raise ValueError(
-        f"the GPU is {gpu.name!r}, and presets are {', '.join(PRESETS)}; give --cuboid auto and --hardware with a "
+        f"the GPU is {gpu_name!r}, and presets are {', '.join(PRESETS)}; give --cuboid auto and --hardware with a "
         "preset like it, or with a file of cuboid calibrate"
     )
 

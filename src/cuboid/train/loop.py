@@ -1,6 +1,5 @@
 """The training loop of one rank."""
 
-import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +13,7 @@ from torch import Tensor
 from cuboid import data
 from cuboid.comm import from_all, from_first
 from cuboid.config import ModelConfig
+from cuboid.device import peak_memory
 from cuboid.generate import Sampling, generate
 from cuboid.launch import World
 from cuboid.loss import Loss
@@ -245,13 +245,6 @@ def check_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
                 f"{path} was trained with data.{name} = {state['data'][name]}; data.{name} = {here} would repeat or "
                 "skip samples; keep what it began with, or begin a new run"
             )
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most this rank has held: allocated on its GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def introduction(trainer: Trainer, folder: Path) -> str:
