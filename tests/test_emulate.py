@@ -169,6 +169,18 @@ def test_slow_motion_keeps_ratios() -> None:
     assert "emulated devices v100-edr/2000" in str(slow)
 
 
+def test_slow_motion_of_shrunken_model_keeps_ratio_of_bytes_to_flops() -> None:
+    """Hidden size and tokens a twelfth: 144 times fewer bytes, 1,728 times fewer FLOPs, all 20,000 / 144 times longer."""
+    one, paper = parse("v100-edr"), parse("paper")
+    assert paper == parse("v100-edr/20000,shrink=12")
+    a, b = one.hardware, paper.hardware
+    assert a.rate["fp32"] / b.rate["fp32"] / 12**3 == pytest.approx(paper.times)
+    assert a.stream / b.stream / 12**2 == pytest.approx(paper.times)
+    assert b.launch / a.launch == b.link("inside", "all_gather").hop / a.link("inside", "all_gather").hop
+    assert b.launch / a.launch == pytest.approx(paper.times)
+    assert "stands for hidden 3,072 and 12,288 tokens" in paper.meant(256, 1024)
+
+
 def test_slow_motion_takes_figures_noise_and_links() -> None:
     text = (
         "fp32=2e9,stream=1e9,node=4,between=50mbit,inside=1gbit,jitter=0.1,rank3=0.2,host1=5mbit,group=2,uplink=9mbit"

@@ -4,8 +4,11 @@
     fp32=2e9,stream=1e9,between=50mbit  figures
     v100-edr/2000,jitter=0.05           … with noise, a slow rank (rank3=0.2), a slow link (host2=5mbit), groups of
                                         hosts behind a slower link (group=4,uplink=10mbit), a latency (latency=0.01)
+    v100-edr/20000,shrink=12            … for a model whose hidden size and tokens are 12 times smaller
+    paper                               that: 16 nodes of four V100, as the paper had
 
-Rates of compute, memory and links are divided by the factor and times multiplied by it, so all ratios stay.
+Links and memory are slower by the factor r. Of a model shrunk by f, hidden size and tokens alike, f² fewer bytes are
+sent and f³ fewer FLOPs done; so FLOP rates are slower by f·r, everything lasts r / f² times as long, and ratios stay.
 """
 
 import re
@@ -17,7 +20,8 @@ from cuboid.emulate import Device
 from cuboid.plan.hardware import KINDS, PRESETS, Hardware, Link, every_kind
 
 HOST = 5e-6  # seconds, assumed: what PyTorch's dispatcher and a launch take of the host
-LARGEST = 1e9
+#: The paper's cluster. Its strong scaling stands for hidden size 3072, 64 heads and 24 × 512 tokens.
+PAPER = "v100-edr/20000,shrink=12"
 #: What may be given besides a preset, or in its place; the first two are needed there.
 FIGURES = {
     "fp32": "FLOP/s of products",
@@ -26,6 +30,7 @@ FIGURES = {
     "fp16": "FLOP/s of products",
     "launch": "seconds a kernel takes at least",
     "memory": "bytes of a device",
+    "shrink": "how many times smaller hidden size and tokens are than those of the model that is meant",
     "node": "devices of a host",
     "inside": "rate of a device's link inside its host, such as 240mbit",
     "between": "rate of a host's link, such as 44mbit",
@@ -42,7 +47,8 @@ FIGURES = {
 @dataclass(frozen=True)
 class SlowMotion:
     hardware: Hardware  # in slow motion: what the planner predicts with
-    factor: float
+    factor: float  # of the links
+    shrink: float  # of hidden size and tokens
     device: Device
     links: Links
     stragglers: tuple[tuple[int, float], ...] = ()
@@ -56,6 +62,19 @@ class SlowMotion:
     def of_rank(self, rank: int) -> Device:
         return replace(self.device, slower=dict(self.stragglers).get(rank, 0.0))
 
+    @property
+    def times(self) -> float:
+        """How much longer everything lasts than with the model that is meant on the machine that is meant."""
+        return self.factor / self.shrink**2
+
+    def meant(self, hidden: int, tokens: int) -> str:
+        """What a run of this size stands for."""
+        return (
+            f"stands for hidden {hidden * self.shrink:,.0f} and {tokens * self.shrink:,.0f} tokens; run are hidden "
+            f"{hidden:,} and {tokens:,} tokens, links {self.factor:,.0f} × and FLOP rates "
+            f"{self.factor * self.shrink:,.0f} × slower, so that a step takes {self.times:,.0f} × as long"
+        )
+
     def __str__(self) -> str:
         hw, links = self.hardware, self.links
         rates = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in hw.rate.items())
@@ -65,21 +84,25 @@ class SlowMotion:
         return f"emulated devices {hw.name}: {rates}, {hw.stream / 1e9:.3g} GB/s, links {shaped or 'unshaped'}"
 
 
-def slowed(hw: Hardware, factor: float) -> Hardware:
+def slowed(hw: Hardware, factor: float, shrink: float = 1.0) -> Hardware:
     """The same machine in slow motion. Its messages are gloo's, whose reduce-scatters are direct."""
+    times = factor / shrink**2
 
     def links(found: dict[str, Link]) -> dict[str, Link]:
         return {
-            kind: Link(link.base * factor, link.hop * factor, link.bandwidth / factor) for kind, link in found.items()
+            kind: Link(link.base * times, link.hop * times, link.bandwidth / factor) for kind, link in found.items()
         }
 
     return replace(
         hw,
         name=f"{hw.name}/{factor:g}",
-        peak={name: rate / factor for name, rate in hw.peak.items()},
-        rate={name: rate / factor for name, rate in hw.rate.items()},
+        memory=hw.memory / shrink**2,
+        peak={name: rate / factor / shrink for name, rate in hw.peak.items()},
+        rate={name: rate / factor / shrink for name, rate in hw.rate.items()},
+        depth=hw.depth / shrink,
+        tile=(max(1, round(hw.tile[0] / shrink)), max(1, round(hw.tile[1] / shrink))),
         stream=hw.stream / factor,
-        launch=hw.launch * factor,
+        launch=hw.launch * times,
         inside=links(hw.inside),
         across=links(hw.across),
         direct=True,
@@ -87,7 +110,8 @@ def slowed(hw: Hardware, factor: float) -> Hardware:
 
 
 def parse(text: str) -> SlowMotion:
-    first, *rest = (part.strip() for part in text.split(","))
+    first, *rest = (part.strip() for part in text.replace("paper", PAPER, 1).split(","))
+    shrink = 1.0
     if "=" in first:
         factor, given = 1.0, _pairs([first, *rest])
         base, host = _of_figures(text, given), 0.0
@@ -99,7 +123,8 @@ def parse(text: str) -> SlowMotion:
                 f"as v100-edr/2000; figures are name=value: {', '.join(FIGURES)}"
             )
         factor, given = _number("the factor", slower or "1", 1.0), _pairs(rest)
-        base, host = slowed(PRESETS[name], factor), HOST * factor
+        shrink = _number("shrink", given.get("shrink", "1"), 1.0)
+        base, host = slowed(PRESETS[name], factor, shrink), HOST * factor / shrink**2
     hw = _changed(base, given)
     links = Links(
         between=given.get("between", _rate(hw.across)),
@@ -117,7 +142,7 @@ def parse(text: str) -> SlowMotion:
     stragglers = tuple(
         (int(name[4:]), _number(name, value, 0.0)) for name, value in given.items() if re.fullmatch(r"rank\d+", name)
     )
-    return SlowMotion(hw, factor, device, links, stragglers)
+    return SlowMotion(hw, factor, shrink, device, links, stragglers)
 
 
 def _pairs(parts: list[str]) -> dict[str, str]:

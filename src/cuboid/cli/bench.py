@@ -52,6 +52,12 @@ QUICK = {
     "layouts": Setting("8", hidden=256, heads=8, batch=16, seq=64, rate="", rounds=3),
 }
 
+#: The paper's strong scaling in slow motion; its weak scaling begins with a cube root of 8 less.
+PAPER = {
+    "strong": Setting("8,16,32,64", hidden=256, heads=64, batch=16, seq=64, rate="", rounds=3),
+    "weak": Setting("8,64", hidden=128, heads=64, batch=8, seq=64, rate="", rounds=3),
+}
+
 TIMED = {"ranks", "hosts", "ranks_per_host", "rate", "rounds", "steps", "only", "layers", "hidden", "heads", "vocab"}
 TIMED |= {"batch", "seq", "activations", "weights", "emulate"}
 COMMON = {"quick", "out"}
@@ -128,6 +134,8 @@ def bench(
         cpu(size, rounds or (2 if quick else 5), out, console, only, hidden or 1024)
         return
     own = (QUICK if quick else SETTINGS)[what]
+    if emulate.startswith("paper") and what in PAPER:
+        own = replace(PAPER[what], ranks="8,64", rounds=1) if quick else PAPER[what]
     slow = parse(emulate) if emulate else None
     if slow is not None:
         if given & {"rate", "ranks_per_host"} or under_torchrun():
@@ -157,6 +165,8 @@ def bench(
     seq, hidden, heads = seq or own.seq, hidden or own.hidden, heads or own.heads
     model = ModelConfig("gpt2", layers or own.layers, hidden, heads, vocab or own.vocab, context=seq, tied=False)
     base = Problem(model, batch or own.batch, seq, policy)
+    if slow is not None and slow.shrink > 1 and is_first():
+        console.print(f"{slow}; {slow.meant(hidden, base.tokens)}", soft_wrap=True, highlight=False)
     trials = []
     for size in sizes:
         problem = base.grown(size, sizes[0]) if what == "weak" else base
