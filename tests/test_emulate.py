@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny import Cuboid as Command
+from tiny import on, sets, settings, write_text
 
 from cuboid.bench.contestant import Contestant, every
 from cuboid.bench.problem import Problem
@@ -170,7 +173,7 @@ def test_slow_motion_keeps_ratios() -> None:
 
 
 def test_slow_motion_of_shrunken_model_keeps_ratio_of_bytes_to_flops() -> None:
-    """Hidden size and tokens a twelfth: 144 times fewer bytes, 1,728 times fewer FLOPs, all 20,000 / 144 times longer."""
+    """Hidden size and tokens a twelfth: 144 times fewer bytes, 1,728 times fewer FLOPs, 20,000 / 144 times as long."""
     one, paper = parse("v100-edr"), parse("paper")
     assert paper == parse("v100-edr/20000,shrink=12")
     a, b = one.hardware, paper.hardware
@@ -209,3 +212,20 @@ def test_slow_motion_takes_figures_noise_and_links() -> None:
 def test_slow_motion_rejects_what_it_cannot_be(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse(text)
+
+
+# Training
+
+
+def test_train_cli_emulate_times_steps_and_saves_nothing(cuboid: Command, tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    words = ["train", *sets(settings(text, *on("1,2,1"))), "--emulate", "fp32=1e9,stream=1e9"]
+    said = cuboid(*words)
+    assert said.code == 0, said.err
+    assert "emulated devices figures: fp32 1 GFLOP/s" in said.out
+    assert said.out.count("\nstep ") == 3
+    assert "loss " not in said.out
+    assert [path.name for path in tmp_path.iterdir()] == [text.name]
+    rejected = cuboid(*words, "--trace", 1)
+    assert rejected.code == 2
+    assert "leave out --resume, --trace, torchrun" in rejected.err

@@ -133,9 +133,9 @@ class Emulated(TorchDispatchMode):
             if name == "wait_tensor":
                 return self._await(lambda: func(*args, **kwargs), done=False)
             return self._launch(lambda: func(*args, **kwargs))
-        if func is aten._local_scalar_dense.default and args[0].is_floating_point():
+        if func is aten._local_scalar_dense.default:
             self.synchronize()
-            return 1.0
+            return 1.0 if args[0].is_floating_point() else func(*args)
         if func.is_view or func.namespace != "aten":
             return func(*args, **kwargs)
         key = (func, _signature(args), _signature(kwargs))
@@ -218,7 +218,7 @@ def _maker(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[Any, Any], Any]
 
     try:
         template = func(*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
-    except NotImplementedError:
+    except RuntimeError:  # NotImplementedError among them: shapes alone do not tell
         return None, None
 
     def fresh(x: Any) -> Any:

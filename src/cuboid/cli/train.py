@@ -11,9 +11,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cuboid.cluster import can_make_hosts
 from cuboid.launch import TIMEOUT, is_first, launch, under_torchrun
 from cuboid.mesh import Cuboid
 from cuboid.restart import keep_running
+from cuboid.slow_motion import SlowMotion, parse
 from cuboid.stop import Stop
 from cuboid.train import checkpoint
 from cuboid.train.auto import for_ranks, planned
@@ -22,6 +24,7 @@ from cuboid.train.keys import toml
 from cuboid.train.loop import Outcome
 from cuboid.train.loop import train as train_on_rank
 from cuboid.train.progress import duration
+from cuboid.train.rehearse import Rehearsed, rehearse
 from cuboid.train.run import fresh_path
 from cuboid.train.tracing import check_steps
 
@@ -50,6 +53,12 @@ def train(
             min=0,
         ),
     ] = 0,
+    emulate: Annotated[
+        str,
+        typer.Option(
+            help="Time a few steps on emulated devices and links, such as v100-edr/2000, and save nothing; see bench."
+        ),
+    ] = "",
 ) -> None:
     """Train a language model.
 
@@ -70,6 +79,13 @@ def train(
             config, overrides = run / "config.toml", own + overrides
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
     chosen.check()
+    if emulate:
+        if resume is not None or trace or under_torchrun():
+            raise ValueError(
+                "--emulate times a few steps and computes no values; leave out --resume, --trace, torchrun"
+            )
+        show_rehearsal(chosen, parse(emulate))
+        return
     check_steps(trace, 0, chosen.schedule.steps)
     folder = Path(chosen.logging.folder) if chosen.logging.folder else run or unnamed_folder()
     stop, ranks = Stop(), chosen.cuboid_shape().ranks
@@ -103,6 +119,18 @@ def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
     if why and is_first():
         Console(highlight=False, soft_wrap=True).print(f"plan    {why}", markup=False)
     return config
+
+
+def show_rehearsal(config: TrainConfig, slow: SlowMotion) -> None:
+    console, hosts = Console(highlight=False, markup=False, soft_wrap=True), can_make_hosts()
+    where = "" if hosts else "; no hosts can be made here, so links are this machine's loopback"
+    console.print(f"{slow}{where}\nLocal work is timed, not done: there is no loss, and nothing is saved.")
+
+    def tell(step: Rehearsed) -> None:
+        shares = f"busy {step.busy / step.seconds:.0%}  exposed {step.exposed / step.seconds:.0%}"
+        console.print(f"step {step.seconds:.3g} s  {shares}  CPU {step.cpu_share:.0%} of the cores")
+
+    rehearse(config, slow, hosts, tell)
 
 
 def unnamed_folder() -> Path | None:
