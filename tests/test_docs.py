@@ -82,7 +82,12 @@ RUN = {"toml": run_toml, "python": run_python, "bash": run_bash}
 
 @pytest.mark.parametrize(
     "name",
-    ["quickstart.md", "your-own-model.md", "checkpoints.md", pytest.param("cluster.md", marks=pytest.mark.slow)],
+    [
+        "quickstart.md",
+        "your-own-model.md",
+        "checkpoints.md",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cluster.md", "emulation.md")),
+    ],
 )
 def test_docs_every_code_block_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
