@@ -75,13 +75,17 @@ class SlowMotion:
             f"{self.factor * self.shrink:,.0f} × slower, so that a step takes {self.times:,.0f} × as long"
         )
 
-    def __str__(self) -> str:
-        hw, links = self.hardware, self.links
+    def without_links(self) -> str:
+        hw = self.hardware
         rates = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in hw.rate.items())
+        return f"emulated devices {hw.name}: {rates}, {hw.stream / 1e9:.3g} GB/s"
+
+    def __str__(self) -> str:
+        links = self.links
         shaped = ", ".join(
             f"{rate} {where}" for where, rate in (("inside", links.inside), ("between", links.between)) if rate
         )
-        return f"emulated devices {hw.name}: {rates}, {hw.stream / 1e9:.3g} GB/s, links {shaped or 'unshaped'}"
+        return f"{self.without_links()}, links {shaped or 'unshaped'}"
 
 
 def slowed(hw: Hardware, factor: float, shrink: float = 1.0) -> Hardware:

@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from cuboid.bench.contestant import Contestant, ModelRunner
 from cuboid.bench.problem import Problem
-from cuboid.bench.turn import take_step
+from cuboid.bench.turn import device_of, take_step
 from cuboid.comm import COLLECTIVES
 from cuboid.launch import World
 from cuboid.mesh import Cuboid, Mesh
+from cuboid.slow_motion import SlowMotion
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Message:
         return max(part if self.kind == "all_gather" else part * p, 1)
 
 
-def messages(world: World, contestant: Contestant, problem: Problem) -> list[Message]:
+def messages(world: World, contestant: Contestant, problem: Problem, slow: SlowMotion | None = None) -> list[Message]:
     """Of one step of a cuboid, on one rank."""
-    with closing(ModelRunner(contestant, problem, world)) as runner:
+    with closing(ModelRunner(contestant, problem, world)) as runner, device_of(slow and slow.instant(), world):
         runner.ledger.spans = []
         take_step(runner, problem, problem.seq)
         return [Message(span.axis, span.kind, span.bytes) for span in runner.ledger.spans]

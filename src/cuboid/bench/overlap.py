@@ -28,6 +28,7 @@ from cuboid.config import ModelConfig
 from cuboid.launch import Pool, World
 from cuboid.mesh import Cuboid
 from cuboid.parallel.cuboid import Policy
+from cuboid.slow_motion import SlowMotion
 from cuboid.trace import Phase, Trace, draw
 
 SHAPES = (Cuboid(2, 1, 1), Cuboid(1, 2, 1), Cuboid(1, 1, 2), Cuboid(2, 2, 2))
@@ -135,10 +136,12 @@ def on_a_core(world: World) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def steps(world: World, contestant: Contestant, problem: Problem, count: int) -> list[Times]:
+def steps(
+    world: World, contestant: Contestant, problem: Problem, count: int, slow: SlowMotion | None = None
+) -> list[Times]:
     """After one more, which makes the memory that they use again: where pages are dear that is a third of a step."""
     with on_a_core(world):
-        return turn(world, contestant, problem, 1 + count, cold=True)[1:]
+        return turn(world, contestant, problem, 1 + count, cold=True, slow=slow)[1:]
 
 
 def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:
@@ -155,43 +158,57 @@ def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:
     return Trace(world.rank, spans, phases)
 
 
-def measure(shape: Cuboid, problem: Problem, rounds: int, console: Console) -> tuple[list[Found], dict[str, Trace]]:
+def measure(
+    shape: Cuboid, problem: Problem, rounds: int, console: Console, slow: SlowMotion | None
+) -> tuple[list[Found], dict[str, Trace]]:
+    """An emulated device is a rank's own however many there are; no steps are traced on it."""
     on, off = (Contestant("cuboid", shape, overlap) for overlap in (True, False))
+    apart = shape.ranks == 2 or slow is not None
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
-        probe = min(slowest(pool.run(steps, off, problem, 2)), key=lambda times: times.step)
-        told = pool.run(messages, on, problem)
+        probe = min(slowest(pool.run(steps, off, problem, 2, slow)), key=lambda times: times.step)
+        told = pool.run(messages, on, problem, slow)
         tcps = [sum(ranks) for ranks in zip(*pool.run(bare, shape, told, 3), strict=True)]
     sent = max(sum(message.bytes for message in rank) for rank in told)
     found, traces = [], {}
-    even = even_rate(off, problem, probe) if shape.ranks == 2 else 8e-6 * probe.crossed / probe.step
-    for ratio in RATIOS if shape.ranks == 2 else RATIOS[:1]:
+    even = even_rate(off, problem, probe, slow) if apart else 8e-6 * probe.crossed / probe.step
+    for ratio in RATIOS if apart else RATIOS[:1]:
         rate = f"{even / ratio:.1f}mbit"
         console.print(f"{shape}: communication : compute = {ratio:g}, {rate} a host", highlight=False)
         with Cluster(shape.ranks, rate) as cluster, Pool(shape.ranks, cluster) as pool:
             ons: list[Times] = []
             offs: list[Times] = []
             for _ in range(rounds if ratio == 1 else 1):
-                offs += slowest(pool.run(steps, off, problem, 1))
-                ons += slowest(pool.run(steps, on, problem, 1))
-            last = {name: pool.run(traced, each, problem)[0] for name, each in (("off", off), ("on", on))}
+                offs += slowest(pool.run(steps, off, problem, 1, slow))
+                ons += slowest(pool.run(steps, on, problem, 1, slow))
+            both = (("off", off), ("on", on)) if slow is None else ()
+            last = {name: pool.run(traced, each, problem)[0] for name, each in both}
         if ratio == 1:
             traces = {f"schedule {name}": trace for name, trace in last.items()}
-        found.append(Found(str(shape), ratio, rate, ons, offs, last["on"].exposed(), tcps, shape.ranks, sent))
+        shown = last["on"].exposed() if last else ons[-1].exposed
+        found.append(Found(str(shape), ratio, rate, ons, offs, shown, tcps, shape.ranks, sent))
     return found, traces
 
 
-def even_rate(off: Contestant, problem: Problem, probe: Times) -> float:
+def even_rate(off: Contestant, problem: Problem, probe: Times, slow: SlowMotion | None) -> float:
     """In Mbit/s, of links over which communication alone takes as long as compute alone. A link does not carry quite
     what it is set to, so a first guess is tried."""
     compute = probe.step - probe.exposed
     guess = 8e-6 * probe.crossed / compute
     with Cluster(off.shape.ranks, f"{guess:.1f}mbit") as cluster, Pool(off.shape.ranks, cluster) as pool:
-        tried = min(slowest(pool.run(steps, off, problem, 2)), key=lambda times: times.step)
+        tried = min(slowest(pool.run(steps, off, problem, 2, slow)), key=lambda times: times.step)
     return guess * tried.exposed / (tried.step - tried.exposed)
 
 
 def overlap(
-    rounds: int, out: Path, console: Console, only: Sequence[str], policy: Policy, layers: int, hidden: int, batch: int
+    rounds: int,
+    out: Path,
+    console: Console,
+    only: Sequence[str],
+    policy: Policy,
+    layers: int,
+    hidden: int,
+    batch: int,
+    slow: SlowMotion | None = None,
 ) -> list[Found]:
     """Two hosts of one rank each on each axis, and eight on (2,2,2); of these those that begin with one of `only`."""
     model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=128, tied=False)
@@ -199,14 +216,16 @@ def overlap(
     names = begin_with(only, [str(shape) for shape in SHAPES])
     try_hosts("bench overlap cannot do without hosts, which need root and iproute2")
     for shape in (shape for shape in SHAPES if str(shape) in names):
-        report = Report("overlap", {"rounds": rounds, "ratios": RATIOS})
-        rows, traces = measure(shape, problem, rounds, console)
+        report = Report("overlap", {"rounds": rounds, "ratios": RATIOS, "emulated": str(slow) if slow else None})
+        rows, traces = measure(shape, problem, rounds, console, slow)
         found += rows
         path = out / f"overlap-{shape.x}{shape.y}{shape.z}.png"
         found_here = {"problem": problem.export(), "rows": [row.export() for row in rows]}
         report.write(path.with_suffix(".json"), found_here)
-        draw(traces, path)
-    table = Table(*COLUMNS, title="Seconds a step, schedule off and on", title_justify="left")
+        if traces:
+            draw(traces, path)
+    where = f", {slow.without_links()}" if slow is not None else ""
+    table = Table(*COLUMNS, title=f"Seconds a step, schedule off and on{where}", title_justify="left")
     for each in found:
         table.add_row(*each.cells())
     console.print(table)

@@ -64,7 +64,7 @@ COMMON = {"quick", "out"}
 #: The options that each benchmark takes, with those common to all.
 TAKES = {
     **dict.fromkeys(SETTINGS, TIMED),
-    "overlap": {"rounds", "only", "layers", "hidden", "batch", "activations", "weights"},
+    "overlap": {"rounds", "only", "layers", "hidden", "batch", "activations", "weights", "emulate"},
     "cpu": {"ranks", "rounds", "only", "hidden"},
     "accuracy": {"steps", "only"},
 }
@@ -123,9 +123,10 @@ def bench(
         accuracy(steps or (50 if quick else 200), out, console, only)
         return
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
+    slow = parse(emulate) if emulate else None
     if what == "overlap":
         turns = rounds or (2 if quick else 5)
-        overlap(turns, out, console, only, policy, layers or 8, hidden or 1024, batch or 16)
+        overlap(turns, out, console, only, policy, layers or 8, hidden or 1024, batch or 16, slow)
         return
     if what == "cpu":
         size, *more = _whole_numbers(ranks or "8")
@@ -136,7 +137,6 @@ def bench(
     own = (QUICK if quick else SETTINGS)[what]
     if emulate.startswith("paper") and what in PAPER:
         own = replace(PAPER[what], ranks="8,64", rounds=1) if quick else PAPER[what]
-    slow = parse(emulate) if emulate else None
     if slow is not None:
         if given & {"rate", "ranks_per_host"} or under_torchrun():
             raise ValueError(
