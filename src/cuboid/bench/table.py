@@ -1,6 +1,6 @@
 """A benchmark's result as a person reads it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -26,24 +26,32 @@ def show(result: Result, console: Console) -> None:
             console.print(line, highlight=False)
 
 
-def _slow_table(rows: Sequence[Row], title: str) -> Table:
-    """Of emulated devices: no values, so no losses."""
-    columns = ["layout", "step", "quartiles", "fwd", "bwd", "opt", f"× {rows[0].contestant.way}", "busy", "exposed"]
-    columns += ["sent", "crossed", "planned", "CPU"]
-    table = Table(*columns, title=title, title_justify="left")
+def _framed(columns: Sequence[str], rows: Sequence[Row], more: Callable[[Row], list[str]], title: str) -> Table:
+    """Every row's name and times, then what `more` says of it."""
+    first, fastest = rows[0].spread("step").median, min(row.spread("step").median for row in rows)
+    times = ["layout", "step", "quartiles", "fwd", "bwd", "opt", f"× {rows[0].contestant.way}"]
+    table = Table(*times, *columns, title=title, title_justify="left")
     for column in table.columns:
         column.justify, column.no_wrap = "left" if column.header == "layout" else "right", True
-    first, fastest = rows[0].spread("step").median, min(row.spread("step").median for row in rows)
     for row in rows:
         step = row.spread("step")
         cells = [row.contestant.name, f"{step.median:.3g}", f"{step.low:.3g}–{step.high:.3g}"]
         cells += [f"{row.spread(part).median:.3g}" for part in ("forward", "backward", "optimizer")]
-        cells += [f"{first / step.median:.2f}"]
-        cells += [f"{row.spread(part).median / step.median:.0%}" for part in ("busy", "exposed")]
-        cells += [quantity(row.sent), quantity(row.spread("crossed").median)]
-        cells += ["–" if row.planned is None else f"{row.planned:.3g}", f"{row.cpu_share:.0%}"]
+        cells += [f"{first / step.median:.2f}", *more(row)]
         table.add_row(*cells, style="bold" if step.median == fastest else "")
     return table
+
+
+def _slow_table(rows: Sequence[Row], title: str) -> Table:
+    """Of emulated devices: no values, so no losses."""
+
+    def more(row: Row) -> list[str]:
+        step = row.spread("step").median
+        shares = [f"{row.spread(part).median / step:.0%}" for part in ("busy", "exposed")]
+        sent = [quantity(row.sent), quantity(row.spread("crossed").median)]
+        return [*shares, *sent, "–" if row.planned is None else f"{row.planned:.3g}", f"{row.cpu_share:.0%}"]
+
+    return _framed(["busy", "exposed", "sent", "crossed", "planned", "CPU"], rows, more, title)
 
 
 def _slow_remarks(rows: Sequence[Row]) -> list[str]:
@@ -66,23 +74,17 @@ def _slow_remarks(rows: Sequence[Row]) -> list[str]:
 
 def _table(rows: Sequence[Row], title: str) -> Table:
     shaped = bool(rows[0].rate)
-    columns = ["layout", "step", "quartiles", "fwd", "bwd", "opt", f"× {rows[0].contestant.way}", "sent"]
-    columns += [*(["crossed", "network"] if shaped else []), "waited", "peak", "GFLOP"]
-    table = Table(*columns, title=title, title_justify="left")
-    for column in table.columns:
-        column.justify, column.no_wrap = "left" if column.header == "layout" else "right", True
-    first, fastest = rows[0].spread("step").median, min(row.spread("step").median for row in rows)
-    for row in rows:
-        step = row.spread("step")
-        cells = [row.contestant.name, f"{step.median:.3g}", f"{step.low:.3g}–{step.high:.3g}"]
-        cells += [f"{row.spread(part).median:.3g}" for part in ("forward", "backward", "optimizer")]
-        cells += [f"{first / step.median:.2f}", quantity(row.sent)]
+
+    def more(row: Row) -> list[str]:
+        cells = [quantity(row.sent)]
         if shaped:
             cells += [quantity(row.spread("crossed").median), f"{row.spread('network').median:.0%}"]
-        cells += ["–" if row.contestant.native else f"{row.spread('exposed').median / step.median:.0%}"]
-        cells += [quantity(row.peak), f"{max(count.flops for count in row.counts) / 1e9:.2f}"]
-        table.add_row(*cells, style="bold" if step.median == fastest else "")
-    return table
+        waited = row.spread("exposed").median / row.spread("step").median
+        cells += ["–" if row.contestant.native else f"{waited:.0%}", quantity(row.peak)]
+        return [*cells, f"{max(count.flops for count in row.counts) / 1e9:.2f}"]
+
+    columns = ["sent", *(["crossed", "network"] if shaped else []), "waited", "peak", "GFLOP"]
+    return _framed(columns, rows, more, title)
 
 
 def _remarks(rows: Sequence[Row]) -> list[str]:
