@@ -214,6 +214,14 @@ def test_slow_motion_rejects_what_it_cannot_be(text: str, said: str) -> None:
         parse(text)
 
 
+@pytest.mark.parametrize("named", ["rank8=0.5", "host2=5mbit"])
+def test_slow_motion_rejects_ranks_and_hosts_that_are_not_there(named: str) -> None:
+    slow = parse(f"v100-edr/9,{named}")
+    slow.check(16)
+    with pytest.raises(ValueError, match=f"--emulate has {named}, but there are"):
+        slow.check(8)
+
+
 # Training
 
 

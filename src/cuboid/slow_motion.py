@@ -53,6 +53,14 @@ class SlowMotion:
     links: Links
     stragglers: tuple[tuple[int, float], ...] = ()
 
+    def check(self, ranks: int) -> None:
+        """Raise if it names a rank or a host that so many ranks do not have."""
+        hosts = -(-ranks // self.hardware.node)
+        for kind, named, count in (("rank", self.stragglers, ranks), ("host", self.links.slow, hosts)):
+            for number, value in named:
+                if number >= count:
+                    raise ValueError(f"--emulate has {kind}{number}={value}, but there are {count}, numbered from 0")
+
     def instant(self) -> "SlowMotion":
         """Devices that take no time."""
         rates = dict.fromkeys(self.hardware.rate, 1e30)

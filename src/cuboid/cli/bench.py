@@ -156,6 +156,8 @@ def bench(
         raise ValueError(f"{_flags(unused)}: hosts are made where links have a rate; add --rate 25mbit or give --ranks")
     sizes = [hosts * ranks_per_host] if hosts else _whole_numbers(ranks or own.ranks)
     for size in sizes:
+        if slow is not None:
+            slow.check(size)
         if any(rates) and size % ranks_per_host:
             raise ValueError(
                 f"{size} ranks do not fill hosts of {ranks_per_host}; use a multiple, --ranks-per-host 1 or --rate ''"

@@ -34,6 +34,7 @@ class Rehearsed:
 def rehearse(config: TrainConfig, slow: SlowMotion, hosts: bool, tell: Callable[[Rehearsed], None]) -> None:
     """On hosts whose links are shaped, if they can be made; else on this machine's loopback."""
     ranks, node = config.cuboid_shape().ranks, slow.hardware.node
+    slow.check(ranks)
     if not hosts:
         with Pool(ranks) as pool:
             _show(pool.run(steps, config, slow), tell)
