@@ -124,7 +124,10 @@ def test_contestant_lists_feasible_layouts_with_reasons_for_rest() -> None:
 # Ranks
 
 
-@pytest.mark.parametrize("way", ["1-D", "1-D+SP", "2.5-D", "cuboid", "native", "native ideal"])
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("1-D+SP", "native ideal")]
+
+
+@pytest.mark.parametrize("way", ["1-D", "2.5-D", "cuboid", "native", *SLOW])
 def test_count_matches_cost_formula_for_every_layout(way: str, pool: Pools) -> None:
     chosen = next(c for c in every(PROBLEM, 8) if c.way == way and c.shape != Cuboid(8, 1, 1))
     counts = pool(8).run(count, chosen, PROBLEM)

@@ -120,6 +120,7 @@ def test_fresh_store_ignores_entries_of_dead_ranks() -> None:
         assert ranks.run(meet_twice, old.port) == [[3, 3]] * 3
 
 
+@pytest.mark.slow
 def test_train_cli_torchrun_matches_forked_ranks(tmp_path: Path, pool: Pools) -> None:
     text, run = write_text(tmp_path), tmp_path / "a run"
     changes = [*on("1,2,1"), "schedule.steps=4"]

@@ -185,6 +185,7 @@ def refused(*_: object) -> None:
     raise ValueError("hosts need root")
 
 
+@pytest.mark.slow
 def test_plan_cli_plot_skips_unmeasured_links(tmp_path: Path) -> None:
     path = tmp_path / "near.json"
     replace(hardware.PRESETS["cpu"], name="[/b]", across={}, source={"[/i]": "[/u]"}).save(path)  # no markup of ours
