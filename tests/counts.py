@@ -20,6 +20,7 @@ def count(what: str) -> int:
 
 def summary(markers: str) -> str:
     """What a run with this `-m` has covered."""
-    which = "fast tests alone; make test-all runs the slow ones too" if markers else "all tests, slow ones included"
+    known = {"": "all tests, slow ones included", "not slow": "fast tests alone; make test-all runs the slow ones too"}
+    which = known.get(markers, f"tests marked {markers}")
     times = ", ".join(f"{count(what):,} {what}" for what in COUNTS)
     return f"{which}\n{times}" + ("" if LARGE else "; more with CUBOID_LARGE=1")
