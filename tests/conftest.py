@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def processes_left(folder: Path) -> list[str]:
     """After a while in which they may end. They have this session's folder in their environment, this process has not:
     it was set after it began."""
     mark, names = f"TMPDIR={folder}\0".encode(), dict[int, str]()
-    for last in [False] * 100 + [True]:
+    for last in [False] * 600 + [True]:
         names.clear()
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -69,7 +70,8 @@ def processes_left(folder: Path) -> list[str]:
             break
         time.sleep(0.1)
     for process_id in names:
-        os.kill(process_id, 9)
+        with suppress(ProcessLookupError):  # it has ended after all
+            os.kill(process_id, 9)
     return [f"{process_id} {name}" for process_id, name in names.items()]
 
 

@@ -182,8 +182,7 @@ class Cluster:
     def _wires(self, places: list[Host]) -> Iterator[str]:
         """Of the switch: its bridges, the links that join them, and a port for each place."""
         yield from _bridge("core")
-        groups = range(-(-self.size // self.links.group)) if self.links.group else ()
-        for g in groups:
+        for g in self._groups:
             yield from _bridge(f"group{g}")
             yield from _joined(f"out{g}", f"group{g}", f"in{g}", "core")
         for h in range(self.size) if self.links.inside else ():
@@ -195,12 +194,16 @@ class Cluster:
             bridge = f"host{i // self._apart}" if self.links.inside else self._above(i)
             yield f"link set dev port{i} master {bridge} up"
 
+    @property
+    def _groups(self) -> range:
+        return range(-(-self.size // self.links.group) if self.links.group else 0)
+
     def _above(self, host: int) -> str:
         """The bridge that a host's link leads to."""
         return f"group{host // self.links.group}" if self.links.group else "core"
 
     def _rates(self) -> Iterator[str]:
-        for g in range(-(-self.size // self.links.group)) if self.links.group else ():
+        for g in self._groups:
             yield from (line for end in ("out", "in") for line in _shaped(f"{end}{g}", self.links.uplink))
         for h in range(self.size) if self.links.inside else ():
             yield from (line for end in ("up", "down") for line in _shaped(f"{end}{h}", self.links.of_host(h)))

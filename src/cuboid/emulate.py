@@ -30,6 +30,7 @@ from cuboid.plan.hardware import Hardware
 from cuboid.plan.time import product_seconds
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32"}
+UNLIMITED = 1e30  # bytes of memory
 BLOCKED = 5e-5  # seconds: whoever waits for longer has waited for a message
 aten = torch.ops.aten
 
@@ -70,7 +71,6 @@ class Emulated(TorchDispatchMode):
         """Begin to count anew. The device has nothing to do."""
         self.free = self.host = time.perf_counter()
         self.busy = self.exposed = self.late = 0.0
-        self.operations = 0
 
     def __enter__(self) -> Self:
         emulated, wait = self, self._wait
@@ -98,7 +98,6 @@ class Emulated(TorchDispatchMode):
         self.host += self.device.host
         self.free = max(self.free, self.host) + seconds * slow
         self.busy += seconds * slow
-        self.operations += 1
 
     def _sleep_until(self, moment: float) -> None:
         left = moment - time.perf_counter()
@@ -145,7 +144,7 @@ class Emulated(TorchDispatchMode):
         if found.seconds:
             self._operate(found.seconds)
         made = func(*args, **kwargs) if found.make is None else found.make(args, kwargs)
-        if self._hw.memory < np.inf:
+        if self._hw.memory < UNLIMITED:
             self._hold(made)
         return made
 

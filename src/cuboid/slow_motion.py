@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cuboid.cluster import Links, bits_per_second
-from cuboid.emulate import Device
+from cuboid.emulate import UNLIMITED, Device
 from cuboid.plan.hardware import KINDS, PRESETS, Hardware, Link, every_kind
 
 HOST = 5e-6  # seconds, assumed: what PyTorch's dispatcher and a launch take of the host
@@ -64,7 +64,7 @@ class SlowMotion:
     def instant(self) -> "SlowMotion":
         """Devices that take no time."""
         rates = dict.fromkeys(self.hardware.rate, 1e30)
-        fast = replace(self.hardware, rate=rates, peak=rates, stream=1e30, launch=0.0, memory=1e30)
+        fast = replace(self.hardware, rate=rates, peak=rates, stream=1e30, launch=0.0, memory=UNLIMITED)
         return replace(self, device=Device(fast), stragglers=())
 
     def of_rank(self, rank: int) -> Device:
@@ -122,7 +122,8 @@ def slowed(hw: Hardware, factor: float, shrink: float = 1.0) -> Hardware:
 
 
 def parse(text: str) -> SlowMotion:
-    first, *rest = (part.strip() for part in text.replace("paper", PAPER, 1).split(","))
+    whole = PAPER + text.removeprefix("paper") if text.startswith("paper") else text
+    first, *rest = (part.strip() for part in whole.split(","))
     shrink = 1.0
     if "=" in first:
         factor, given = 1.0, _pairs([first, *rest])
@@ -194,7 +195,7 @@ def _of_figures(text: str, given: dict[str, str]) -> Hardware:
         raise ValueError(f"--emulate {text!r} does not say {', '.join(missing)}; give a preset or these figures")
     none = every_kind(Link(0.0, 0.0, 1e30))
     one = {"fp32": 1.0}
-    return Hardware("figures", 1, 1e30, one, one, 1.0, none, none, depth=0.0, launch=0.0, slowdown=0.0, source={})
+    return Hardware("figures", 1, UNLIMITED, one, one, 1.0, none, none, depth=0.0, launch=0.0, slowdown=0.0, source={})
 
 
 def _changed(hw: Hardware, given: dict[str, str]) -> Hardware:
