@@ -45,6 +45,8 @@ def draw(result: Result, folder: Path) -> list[Path]:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     where = f"{rates[0]} a host" if rates[0] else "unshaped links"
+    slow = result.rows[0].slow
+    where += f", emulated devices {slow.hardware.name}" if slow is not None else ""
     figure.suptitle(f"cuboid bench {result.bench}: {sizes[-1]} ranks, {where}", x=0.01, ha="left")
     paths = [folder / f"{result.bench}.{kind}" for kind in ("png", "svg")]
     for path in paths:
