@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cuboid import CuboidParallel, Loss, Mesh, ModelConfig, World, launch
-from cuboid.flight import Steps, run
-from cuboid.nn import MLP, Attention, Model, Norm, Table
-from cuboid.parallel import Parallel, Place
+from cuboid.comm.flight import Steps, run
+from cuboid.mesh.place import Place
+from cuboid.model.nn import MLP, Attention, Model, Norm, Table
+from cuboid.model.parallel import Parallel
 
 # Sizes, and what the layers do: gpt2 has LayerNorm, learned positions, GELU and biases.
 CONFIG = ModelConfig("gpt2", layers=2, hidden=64, heads=8, vocab=62, context=32, ffn=128, init_std=0.05)

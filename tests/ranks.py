@@ -18,7 +18,7 @@ from texts import write_tokenizer
 from tiny import Cuboid, Said
 
 from cuboid.cli import main
-from cuboid.launch import Pool, World
+from cuboid.run.launch import Pool, World
 
 torch.set_num_threads(1)
 

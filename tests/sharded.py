@@ -13,18 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuboid.config import ModelConfig
-from cuboid.launch import World
-from cuboid.layout import Spec
-from cuboid.loss import Loss
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Recompute, Transformer
-from cuboid.nn import declared
-from cuboid.parallel import Index, Parallel
-from cuboid.parallel.cuboid import CuboidParallel, Policy
-from cuboid.parallel.serial import Serial
-from cuboid.parallel.two_d import TwoD
-from cuboid.schedule import PREFETCH, Schedule
+from cuboid.baselines.serial import Serial
+from cuboid.baselines.two_d import TwoD
+from cuboid.layers.loss import Loss
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import Spec
+from cuboid.mesh.mesh import Mesh
+from cuboid.mesh.place import Index
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel, Policy
+from cuboid.model.nn import declared
+from cuboid.model.parallel import Parallel
+from cuboid.model.transformer import Recompute, Transformer
+from cuboid.run.launch import World
+from cuboid.step.schedule import PREFETCH, Schedule
 
 EXACT = 1e-9  # relative, in fp64
 

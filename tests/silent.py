@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from cuboid.launch import World
 from cuboid.plan.dry import join_silent_world
+from cuboid.run.launch import World
 
 
 def silently(ranks: list[int], size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from cuboid.config import ModelConfig, RopeScaling
-from cuboid.launch import Pool, World
-from cuboid.loss import Loss
-from cuboid.mesh import AXES, Cuboid, Mesh
-from cuboid.parallel.cuboid import CuboidParallel, Policy
+from cuboid.layers.loss import Loss
+from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig, RopeScaling
+from cuboid.model.cuboid import CuboidParallel, Policy
+from cuboid.run.launch import Pool, World
 
 GPT2 = ModelConfig("gpt2", hidden=24, heads=12, vocab=37, context=16)
 

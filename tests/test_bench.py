@@ -23,11 +23,11 @@ from cuboid.bench.result import Spread
 from cuboid.bench.run import _progress as progress_of
 from cuboid.bench.turn import Times, count, turn
 from cuboid.cli import app
-from cuboid.cluster import Cluster
-from cuboid.config import ModelConfig
-from cuboid.launch import Pool
-from cuboid.mesh import Cuboid
-from cuboid.parallel.cuboid import Policy
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import Policy
+from cuboid.run.cluster import Cluster
+from cuboid.run.launch import Pool
 
 Pools = Callable[[int], Pool]
 MODEL = ModelConfig("gpt2", layers=1, hidden=64, heads=8, vocab=64, context=64, tied=False)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from cuboid import Cuboid, CuboidParallel, Mesh, Pool, Serial, World
-from cuboid.nn import declared
-from cuboid.parallel import Parallel
+from cuboid.model.nn import declared
+from cuboid.model.parallel import Parallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import encoder

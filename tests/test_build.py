@@ -9,12 +9,13 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from cuboid import nn
-from cuboid.config import ModelConfig
-from cuboid.launch import Pool, World
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model import nn
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.transformer import Transformer
+from cuboid.run.launch import Pool, World
 
 MB = 1 << 20
 BIG = ModelConfig("gpt2", layers=2, hidden=2048, heads=16, vocab=256, context=64)  # 400 MB in fp32

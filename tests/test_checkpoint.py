@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tiny import furthest, on, ranks_of, said_to_resuming, tiny, write_text
 from torch import Tensor
 
-from cuboid.launch import Pool, World
+from cuboid.run.launch import Pool, World
 from cuboid.train import checkpoint
 from cuboid.train.checkpoint import complete, newest, step_of
 from cuboid.train.config import TrainConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny import Cuboid, on, sets, settings, tiny, write_text
 
-from cuboid.launch import launch
+from cuboid.run.launch import launch
 from cuboid.train.checkpoint import complete, step_of
 from cuboid.train.loop import train
 from cuboid.train.run import RunFolder

@@ -15,7 +15,7 @@ from commands import started
 from tiny import Cuboid, Said, on, sets, settings, write_text
 
 from cuboid.cli import train as command
-from cuboid.launch import World
+from cuboid.run.launch import World
 from cuboid.train.kills import last_step
 
 CUBOID = str(Path(sys.executable).with_name("cuboid"))

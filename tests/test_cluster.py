@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from commands import HUNG
 
-from cuboid import cluster
-from cuboid.cluster import Cluster, Links, bits_per_second, sent, try_hosts
-from cuboid.launch import Pool, World
+from cuboid.run import cluster
+from cuboid.run.cluster import Cluster, Links, bits_per_second, sent, try_hosts
+from cuboid.run.launch import Pool, World
 
 MB = 1 << 20
 

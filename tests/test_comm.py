@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuboid.comm import (
+from cuboid.comm.collectives import (
     COLLECTIVES,
     LEAST_ALONE,
     SMALL,
@@ -22,10 +22,11 @@ from cuboid.comm import (
     gather_pieces,
     reduce_scatter,
 )
-from cuboid.flight import run
-from cuboid.launch import Pool, World
-from cuboid.ledger import Span
-from cuboid.mesh import Axis, Cuboid, Mesh
+from cuboid.comm.flight import run
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.ledger import Span
+from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.run.launch import Pool, World
 
 MIXED = Cuboid(2, 3, 2, order=("y", "data", "x", "z"))
 ROWS = 6  # 2 and 3 divide it

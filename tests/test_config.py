@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from cuboid.cli.config import config as config_command
-from cuboid.config import ModelConfig, RopeScaling
-from cuboid.mesh import Cuboid
-from cuboid.presets import PRESETS
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig, RopeScaling
+from cuboid.model.presets import PRESETS
 from cuboid.train.config import ModelSection, RopeScalingSection, TrainConfig, load, resolved_toml
 from cuboid.train.keys import keys
 

@@ -16,7 +16,7 @@ from tiny import on, write_text
 from typer.testing import CliRunner
 
 from cuboid.cli import app
-from cuboid.evaluate import windows
+from cuboid.model.evaluate import windows
 
 LETTERS = "abcdefgh "
 

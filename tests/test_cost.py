@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from silent import ends, silently
 
-from cuboid.config import ModelConfig
-from cuboid.launch import World
-from cuboid.loss import Loss
-from cuboid.measure import count_flops, saved_for_backward
-from cuboid.mesh import Cuboid, Mesh, factorisations
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel, Policy
-from cuboid.schedule import Schedule
+from cuboid.layers.loss import Loss
+from cuboid.mesh.cuboid import Cuboid, factorisations
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel, Policy
+from cuboid.model.transformer import Transformer
+from cuboid.plan.measure import count_flops, saved_for_backward
+from cuboid.run.launch import World
+from cuboid.step.schedule import Schedule
 from cuboid.verify import DTYPES, Case, batch_of, measure, verify
 
 GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=24, vocab=37, context=16, ffn=40, dropout=0.1)
@@ -143,4 +144,4 @@ def test_cuboid_parallel_transient_memory_is_depth_independent() -> None:
         assert max(at_rest for at_rest, _ in found) <= 1.1 * share
         passing.append({kind: size for kind, size in found[0][1].items() if kind not in AT_REST})
     assert sum(passing[0].values()) == pytest.approx(sum(passing[1].values()), rel=0.01)
-    assert {"weights", "comm", "product"} <= passing[0].keys()
+    assert {"step.weights", "comm.collectives", "layers.product"} <= passing[0].keys()

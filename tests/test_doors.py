@@ -14,8 +14,8 @@ import pytest
 from test_imports import SOURCES
 from tiny import Cuboid, on, tiny, write_text
 
-from cuboid.hf.save import Provenance
-from cuboid.launch import launch
+from cuboid.model.hf.save import Provenance
+from cuboid.run.launch import launch
 from cuboid.train import manifest
 from cuboid.train.checkpoint import candidates, inspect
 from cuboid.train.loop import train

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cuboid.config import ModelConfig
-from cuboid.cost.cuboid import step_cost
-from cuboid.mesh import Cuboid
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig
+from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.dry import compare, dry_run
 from cuboid.plan.hardware import PRESETS
 from cuboid.plan.layer import Choice, Work

@@ -20,8 +20,8 @@ from commands import HUNG
 from test_cluster import alive
 from tiny import curve, furthest, losses, on, settings, tiny, write_text
 
-from cuboid.cluster import Cluster, Host
-from cuboid.launch import Pool
+from cuboid.run.cluster import Cluster, Host
+from cuboid.run.launch import Pool
 from cuboid.train.kills import last_step, ranks_of
 
 CHANGES = [

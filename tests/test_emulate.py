@@ -13,13 +13,14 @@ from tiny import on, sets, settings, write_text
 from cuboid.bench.contestant import Contestant, every
 from cuboid.bench.problem import Problem
 from cuboid.bench.turn import count, turn
-from cuboid.config import ModelConfig
-from cuboid.emulate import Device, Emulated
-from cuboid.launch import Pool, World
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel
-from cuboid.slow_motion import SlowMotion, parse
+from cuboid.emulate.device import Device, Emulated
+from cuboid.emulate.slow_motion import SlowMotion, parse
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.transformer import Transformer
+from cuboid.run.launch import Pool, World
 
 Pools = Callable[[int], Pool]
 SLOW = parse("fp32=1e9,bf16=4e9,stream=1e8,launch=1e-3")

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from sharded import Case, compare, wrong
 
-from cuboid.config import ModelConfig, RopeScaling
-from cuboid.launch import Pool
-from cuboid.loss import Loss
-from cuboid.mesh import AXES, Cuboid, factorisations
-from cuboid.parallel.cuboid import Policy
-from cuboid.schedule import OFF, PREFETCH, Schedule
+from cuboid.layers.loss import Loss
+from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
+from cuboid.model.config import ModelConfig, RopeScaling
+from cuboid.model.cuboid import Policy
+from cuboid.run.launch import Pool
+from cuboid.step.schedule import OFF, PREFETCH, Schedule
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "family": ("gpt2", "llama", "llama3"),

@@ -25,7 +25,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from cuboid.cli import app
-from cuboid.config import ModelConfig
+from cuboid.model.config import ModelConfig
 from cuboid.plan.hardware import PRESETS
 from cuboid.plan.hardware import load as load_hardware
 from cuboid.plan.layer import Work
@@ -58,7 +58,7 @@ def no_work() -> Iterator[None]:
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(int(HUNG))
     try:
-        with patch("cuboid.launch.Pool.__init__", began), patch("cuboid.cluster.Cluster.__init__", began):
+        with patch("cuboid.run.launch.Pool.__init__", began), patch("cuboid.run.cluster.Cluster.__init__", began):
             yield
     finally:
         signal.alarm(0)

@@ -6,13 +6,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cuboid.config import ModelConfig
-from cuboid.generate import Sampling, generate
-from cuboid.launch import Pool, World
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel
-from cuboid.parallel.serial import Serial
+from cuboid.baselines.serial import Serial
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.generate import Sampling, generate
+from cuboid.model.transformer import Transformer
+from cuboid.run.launch import Pool, World
 
 Pools = Callable[[int], Pool]
 GPT2 = ModelConfig("gpt2", layers=2, hidden=16, heads=4, vocab=37, context=20, init_std=0.3)

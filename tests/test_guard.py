@@ -11,9 +11,9 @@ import torch
 from tiny import on, ranks_of, tiny, write_text
 from torch import Tensor
 
-from cuboid import product
-from cuboid.launch import Pool, World
-from cuboid.nn import declared
+from cuboid.layers import product
+from cuboid.model.nn import declared
+from cuboid.run.launch import Pool, World
 from cuboid.train import checkpoint
 from cuboid.train.agree import Corrupted, check
 from cuboid.train.config import GuardSection, TrainConfig

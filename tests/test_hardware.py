@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cuboid.config import ModelConfig
+from cuboid.model.config import ModelConfig
 from cuboid.plan import hardware
 from cuboid.plan.check import check
 from cuboid.plan.hardware import PRESETS

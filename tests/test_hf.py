@@ -15,14 +15,14 @@ from sharded import relative
 from torch import Tensor
 
 from cuboid import Cuboid, Mesh, from_pretrained, save_pretrained
-from cuboid.generate import Sampling, generate
-from cuboid.hf import architecture
-from cuboid.hf.folder import FILE, INDEX
-from cuboid.hf.save import parts_of
-from cuboid.launch import Pool, World
-from cuboid.mesh import AXES
-from cuboid.nn import declared
-from cuboid.presets import PRESETS
+from cuboid.mesh.cuboid import AXES
+from cuboid.model.generate import Sampling, generate
+from cuboid.model.hf import architecture
+from cuboid.model.hf.folder import FILE, INDEX
+from cuboid.model.hf.save import parts_of
+from cuboid.model.nn import declared
+from cuboid.model.presets import PRESETS
+from cuboid.run.launch import Pool, World
 
 Pools = Callable[[int], Pool]
 GRIDS = [Cuboid(1, 1, 1), Cuboid(2, 2, 2), Cuboid(1, 2, 3)]

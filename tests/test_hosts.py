@@ -13,8 +13,8 @@ import pytest
 from commands import HUNG
 from tiny import curve, losses, on, settings, tiny, write_text
 
-from cuboid.cluster import Cluster
-from cuboid.launch import Pool
+from cuboid.run.cluster import Cluster
+from cuboid.run.launch import Pool
 
 
 @pytest.mark.slow

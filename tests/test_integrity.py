@@ -17,9 +17,10 @@ from counts import count
 from tiny import on, said_to_resuming, tiny, write_text
 from torch import Tensor
 
-from cuboid.hf.folder import Stored
-from cuboid.launch import Pool, RankError, RunError, World, launch
-from cuboid.mesh import Cuboid, Mesh
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.hf.folder import Stored
+from cuboid.run.launch import Pool, RankError, RunError, World, launch
 from cuboid.train import checkpoint, manifest, storage
 from cuboid.train.checkpoint import candidates, complete, newest, step_of
 from cuboid.train.config import TrainConfig

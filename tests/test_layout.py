@@ -8,9 +8,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cuboid.launch import Pool, World
-from cuboid.layout import Spec, cut
-from cuboid.mesh import AXES, Cuboid, Mesh
+from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.mesh.layout import Spec, cut
+from cuboid.mesh.mesh import Mesh
+from cuboid.run.launch import Pool, World
 
 sizes = st.integers(1, 3)
 cuboids = st.builds(Cuboid, sizes, sizes, sizes, sizes, st.permutations(AXES).map(tuple))

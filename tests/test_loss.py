@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cuboid.launch import Pool, World
-from cuboid.loss import Loss
+from cuboid.layers.loss import Loss
+from cuboid.run.launch import Pool, World
 
 ROWS, VOCAB = 9, 13
 #: Sizes of the parts the vocabulary is cut into; the last ranks of a small vocabulary own none of it.

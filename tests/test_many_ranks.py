@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from sharded import Case, compare, on_cuboid, on_squares, wrong
 
-from cuboid.config import ModelConfig
-from cuboid.launch import Pool
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.parallel import Parallel
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.parallel import Parallel
+from cuboid.run.launch import Pool
 
 LLAMA = ModelConfig("llama", layers=1, hidden=20, heads=16, kv_heads=8, head_dim=2, vocab=37, ffn=44)
 SQUARE = ModelConfig("llama", layers=1, hidden=64, heads=8, vocab=61, ffn=64)

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.launch import Pool, World
-from cuboid.mesh import AXES, Cuboid, Mesh, factorisations
+from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
+from cuboid.mesh.mesh import Mesh
+from cuboid.run.launch import Pool, World
 
 sizes = st.integers(1, 5)
 cuboids = st.builds(Cuboid, sizes, sizes, sizes, sizes, st.permutations(AXES).map(tuple))

@@ -14,14 +14,15 @@ import pytest
 from sharded import Case, compare, wrong
 from torch import Tensor
 
-from cuboid import product, weights
-from cuboid.config import ModelConfig
-from cuboid.flight import Steps, landed
-from cuboid.launch import Pool, RankError, World
-from cuboid.mesh import Cuboid
-from cuboid.parallel.cuboid import SPECS, CuboidParallel
-from cuboid.product import Linear, Out
-from cuboid.weights import Bucket, Weights
+from cuboid.comm.flight import Steps, landed
+from cuboid.layers import product
+from cuboid.layers.product import Linear, Out
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import SPECS, CuboidParallel
+from cuboid.run.launch import Pool, RankError, World
+from cuboid.step import weights
+from cuboid.step.weights import Bucket, Weights
 
 pytestmark = pytest.mark.slow
 

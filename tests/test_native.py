@@ -10,17 +10,17 @@ import torch.distributed as dist
 from sharded import relative
 from torch import Tensor
 
+from cuboid.baselines.serial import Serial
 from cuboid.bench.count import wire_bytes
 from cuboid.bench.native import Native, local
-from cuboid.cluster import Cluster, sent
-from cuboid.config import ModelConfig
-from cuboid.cost.native import native_cost
-from cuboid.launch import Pool, World
-from cuboid.ledger import Ledger
-from cuboid.measure import count_flops
-from cuboid.model import Transformer
-from cuboid.nn import declared
-from cuboid.parallel.serial import Serial
+from cuboid.mesh.ledger import Ledger
+from cuboid.model.config import ModelConfig
+from cuboid.model.nn import declared
+from cuboid.model.transformer import Transformer
+from cuboid.plan.cost.native import native_cost
+from cuboid.plan.measure import count_flops
+from cuboid.run.cluster import Cluster, sent
+from cuboid.run.launch import Pool, World
 
 LLAMA = ModelConfig("llama", layers=2, hidden=24, heads=16, kv_heads=8, vocab=37, context=16, ffn=40, head_dim=4)
 GPT2 = ModelConfig("gpt2", layers=2, hidden=28, heads=8, vocab=37, context=22, ffn=48, head_dim=6)

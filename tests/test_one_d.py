@@ -8,18 +8,19 @@ import torch
 from sharded import Case, batch_of, compare, relative, wrong
 from silent import ends, silently
 
-from cuboid.config import ModelConfig
-from cuboid.cost.one_d import one_d_cost
-from cuboid.generate import Sampling, generate
-from cuboid.launch import Pool, World
-from cuboid.loss import Loss
-from cuboid.measure import count_flops
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.nn import declared
-from cuboid.parallel import Parallel
-from cuboid.parallel.one_d import OneD
-from cuboid.parallel.serial import Serial
+from cuboid.baselines.one_d import OneD
+from cuboid.baselines.serial import Serial
+from cuboid.layers.loss import Loss
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.generate import Sampling, generate
+from cuboid.model.nn import declared
+from cuboid.model.parallel import Parallel
+from cuboid.model.transformer import Transformer
+from cuboid.plan.cost.one_d import one_d_cost
+from cuboid.plan.measure import count_flops
+from cuboid.run.launch import Pool, World
 
 Pools = Callable[[int], Pool]
 VARIANTS = pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])

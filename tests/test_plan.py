@@ -9,26 +9,27 @@ import pytest
 import torch
 from silent import silently
 
-from cuboid.config import ModelConfig
-from cuboid.cost.cuboid import step_cost
-from cuboid.launch import World
-from cuboid.measure import Memory
-from cuboid.mesh import AXES, Cuboid, Mesh, factorisations
-from cuboid.mesh import orders as every_order
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel, Policy
+from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
+from cuboid.mesh.cuboid import orders as every_order
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel, Policy
+from cuboid.model.presets import PRESETS as MODELS
+from cuboid.model.transformer import Transformer
+from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.dry import compare, dry_run
 from cuboid.plan.explain import nothing_fits, why
 from cuboid.plan.hardware import PRESETS, Link, every_kind
 from cuboid.plan.layer import ITEMSIZE, Choice, Work
+from cuboid.plan.measure import Memory
 from cuboid.plan.search import orders, predict, rank, shapes
 from cuboid.plan.shared import SharedTape
 from cuboid.plan.sizes import Sizes, groups
 from cuboid.plan.step import STEADY, prices_of, step_totals
 from cuboid.plan.tape import Tape
 from cuboid.plan.time import Group, Prices, collective_seconds
-from cuboid.presets import PRESETS as MODELS
-from cuboid.schedule import Schedule
+from cuboid.run.launch import World
+from cuboid.step.schedule import Schedule
 from cuboid.train.config import OptimizerSection
 from cuboid.train.optimizer import adamw
 

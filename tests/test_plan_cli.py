@@ -10,17 +10,17 @@ import pytest
 from tiny import settings, write_text
 from typer.testing import CliRunner
 
-from cuboid.calibrate import Calibration, across_hosts, calibrate
-from cuboid.calibrate.fitting import fit, fit_links, fit_products
-from cuboid.calibrate.timing import Bench, Sample, Settings, time_processor
 from cuboid.cli import app
-from cuboid.config import ModelConfig
 from cuboid.data import ByteTokenizer, build
-from cuboid.launch import World
-from cuboid.mesh import Cuboid
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig
 from cuboid.plan import hardware
+from cuboid.plan.calibrate import Calibration, across_hosts, calibrate
+from cuboid.plan.calibrate.fitting import fit, fit_links, fit_products
+from cuboid.plan.calibrate.timing import Bench, Sample, Settings, time_processor
 from cuboid.plan.layer import Work
 from cuboid.plan.search import Ranking, rank
+from cuboid.run.launch import World
 from cuboid.train import auto
 from cuboid.train.auto import for_ranks, planned
 from cuboid.train.config import load
@@ -176,7 +176,7 @@ def test_calibrate_processor_share_is_same_on_all_ranks(pool) -> None:
 def test_calibrate_across_hosts_keeps_links_without_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Calibration(replace(hardware.PRESETS["cpu"], cores=0))
     assert across_hosts(own, 2) is own
-    monkeypatch.setattr("cuboid.calibrate.Cluster", refused)
+    monkeypatch.setattr("cuboid.plan.calibrate.Cluster", refused)
     shared = Calibration(hardware.PRESETS["cpu"])
     assert across_hosts(shared, 2) is shared
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharded import Case, compare, wrong
 
-from cuboid.config import ModelConfig, RopeScaling
-from cuboid.launch import Pool
-from cuboid.loss import Loss
-from cuboid.mesh import AXES, Cuboid, factorisations
-from cuboid.parallel.cuboid import Policy
+from cuboid.layers.loss import Loss
+from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
+from cuboid.model.config import ModelConfig, RopeScaling
+from cuboid.model.cuboid import Policy
+from cuboid.run.launch import Pool
 
 
 @st.composite

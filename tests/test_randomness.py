@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.launch import Pool, World
-from cuboid.layout import Spec
-from cuboid.mesh import Cuboid
-from cuboid.randomness import dropout, key_of, normal
+from cuboid.layers.randomness import dropout, key_of, normal
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import Spec
+from cuboid.run.launch import Pool, World
 
 Index = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -14,9 +14,9 @@ from cuboid.data import (
     Samples,
     shuffled,
 )
-from cuboid.mesh import Axis
-from cuboid.parallel import Index, Place
-from cuboid.parallel.cuboid import dealt
+from cuboid.mesh.mesh import Axis
+from cuboid.mesh.place import Index, Place
+from cuboid.model.cuboid import dealt
 
 BYTES = ByteTokenizer()
 

@@ -16,16 +16,17 @@ from sharded import EXACT, Case, compare
 from silent import ends, silently
 from torch import Tensor
 
-from cuboid import product
-from cuboid.config import ModelConfig
-from cuboid.flight import Pause, Steps
-from cuboid.launch import Pool, World
-from cuboid.measure import Memory
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel, suitable_schedule
-from cuboid.product import Product
-from cuboid.schedule import OFF, PREFETCH, Schedule, in_step
+from cuboid.comm.flight import Pause, Steps
+from cuboid.layers import product
+from cuboid.layers.product import Product
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel, suitable_schedule
+from cuboid.model.transformer import Transformer
+from cuboid.plan.measure import Memory
+from cuboid.run.launch import Pool, World
+from cuboid.step.schedule import OFF, PREFETCH, Schedule, in_step
 
 Pools = Callable[[int], Pool]
 PARTS, CHUNKS = Schedule(parts=4), Schedule(chunks=2)

@@ -15,11 +15,11 @@ from commands import started, wait_for
 from counts import count
 from tiny import curve, losses, on, sets, settings, tiny, write_text
 
-from cuboid import stop as stopping
-from cuboid.launch import Pool, RankDied, World
-from cuboid.mesh import Cuboid
-from cuboid.restart import keep_running
-from cuboid.stop import PREEMPTED, Stop
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.run import stop as stopping
+from cuboid.run.launch import Pool, RankDied, World
+from cuboid.run.restart import keep_running
+from cuboid.run.stop import PREEMPTED, Stop
 from cuboid.train import auto, checkpoint
 from cuboid.train.auto import for_ranks
 from cuboid.train.config import resolved_toml, same_run

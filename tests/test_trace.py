@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tiny import Cuboid, on, sets, settings, tiny, write_text
 
-from cuboid.launch import Pool, World
-from cuboid.ledger import Entry, Span
-from cuboid.trace import Phase, Trace, draw, draw_layer, events, save
+from cuboid.mesh.ledger import Entry, Span
+from cuboid.run.launch import Pool, World
 from cuboid.train.loop import Trainer
+from cuboid.train.trace import Phase, Trace, draw, draw_layer, events, save
 from cuboid.train.tracing import Recorder, check_steps
 
 Pools = Callable[[int], Pool]

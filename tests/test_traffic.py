@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cuboid.cluster import Cluster, sent
-from cuboid.comm import COLLECTIVES, Kind
-from cuboid.config import ModelConfig
-from cuboid.launch import Pool, World
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.comm.collectives import COLLECTIVES, Kind
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.transformer import Transformer
+from cuboid.run.cluster import Cluster, sent
+from cuboid.run.launch import Pool, World
 
 MB = 1 << 20
 CUBE = Cuboid(2, 2, 2)

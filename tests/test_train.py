@@ -10,14 +10,14 @@ import torch
 from tiny import Curve, curve, furthest, losses, on, ranks_of, tiny, write_text
 from torch import Tensor
 
-from cuboid.config import ModelConfig
-from cuboid.cost import Cost
-from cuboid.cost.cuboid import step_cost
-from cuboid.launch import Pool, World
-from cuboid.layout import Spec
-from cuboid.model import Transformer
-from cuboid.nn import declared
-from cuboid.parallel.serial import Serial
+from cuboid.baselines.serial import Serial
+from cuboid.mesh.layout import Spec
+from cuboid.model.config import ModelConfig
+from cuboid.model.nn import declared
+from cuboid.model.transformer import Transformer
+from cuboid.plan.cost import Cost
+from cuboid.plan.cost.cuboid import step_cost
+from cuboid.run.launch import Pool, World
 from cuboid.train.config import OptimizerSection, ScheduleSection, TrainConfig
 from cuboid.train.loop import Trainer
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate

@@ -11,20 +11,21 @@ from sharded import Case, batch_of, compare, on_squares, relative, wrong
 from silent import ends, silently
 from torch import Tensor
 
-from cuboid.comm import broadcast, reduce
-from cuboid.config import ModelConfig
-from cuboid.cost.two_d import two_d_cost
-from cuboid.flight import Flight, landed
-from cuboid.generate import Sampling, generate
-from cuboid.launch import Pool, World
-from cuboid.loss import Loss
-from cuboid.measure import count_flops, saved_for_backward
-from cuboid.mesh import Axis, Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.nn import declared
-from cuboid.parallel.serial import Serial
-from cuboid.parallel.two_d import TwoD
-from cuboid.summa import sweep
+from cuboid.baselines.serial import Serial
+from cuboid.baselines.summa import sweep
+from cuboid.baselines.two_d import TwoD
+from cuboid.comm.collectives import broadcast, reduce
+from cuboid.comm.flight import Flight, landed
+from cuboid.layers.loss import Loss
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.generate import Sampling, generate
+from cuboid.model.nn import declared
+from cuboid.model.transformer import Transformer
+from cuboid.plan.cost.two_d import two_d_cost
+from cuboid.plan.measure import count_flops, saved_for_backward
+from cuboid.run.launch import Pool, World
 
 Pools = Callable[[int], Pool]
 

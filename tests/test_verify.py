@@ -6,11 +6,11 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-import cuboid.parallel.cuboid as parallel
+import cuboid.model.cuboid as parallel
 from cuboid.cli import app
-from cuboid.config import ModelConfig
-from cuboid.launch import World
-from cuboid.mesh import Cuboid
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig
+from cuboid.run.launch import World
 from cuboid.verify import Case, Report, verify
 
 CASE = Case(ModelConfig("gpt2", layers=1, hidden=24, heads=4, vocab=30, context=8), Cuboid(2, 2, 1), 4, 8)

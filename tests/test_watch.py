@@ -20,15 +20,16 @@ from commands import HUNG
 from tiny import on, settings, tiny, write_text
 from torch import Tensor
 
-from cuboid import product
-from cuboid.comm import all_gather, all_reduce
-from cuboid.flight import Flight
-from cuboid.journal import Account, Journal, explain
-from cuboid.launch import Pool, World, launch
-from cuboid.mesh import Cuboid, Mesh
+from cuboid.comm.collectives import all_gather, all_reduce
+from cuboid.comm.flight import Flight
+from cuboid.layers import product
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.journal import Account, Journal, explain
+from cuboid.mesh.mesh import Mesh
+from cuboid.run.launch import Pool, World, launch
+from cuboid.run.watch import ALARM, Alarm, Mismatched, RankError, Stalled, Watch, watched
 from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer
-from cuboid.watch import ALARM, Alarm, Mismatched, RankError, Stalled, Watch, watched
 
 LIMIT = 5.0  # seconds, where a rank stalls; those for which the machine has no time for a rank hardly count
 AMPLE = 24.0  # where none does, or one is lost at once
@@ -291,7 +292,7 @@ def test_watch_does_not_wait_for_lost_store() -> None:
 
 SCRIPT = """
 import os, signal, sys
-from cuboid import product
+from cuboid.layers import product
 from cuboid.cli import main
 from cuboid.train.loop import Trainer
 

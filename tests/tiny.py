@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from cuboid.launch import World
+from cuboid.run.launch import World
 from cuboid.train.config import TrainConfig, load
 from cuboid.train.loop import Trainer, on_cuboid, on_one_device
 

@@ -1,14 +1,15 @@
 """Cuboid: train Transformers too big for one device on any x × y × z block of devices."""
 
-from cuboid.config import ModelConfig, RopeScaling
-from cuboid.hf import from_pretrained, save_pretrained
-from cuboid.launch import Pool, World, launch
-from cuboid.layout import Spec
-from cuboid.loss import Loss
-from cuboid.mesh import Cuboid, Mesh, factorisations
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel, Policy
-from cuboid.parallel.serial import Serial
+from cuboid.baselines.serial import Serial
+from cuboid.layers.loss import Loss
+from cuboid.mesh.cuboid import Cuboid, factorisations
+from cuboid.mesh.layout import Spec
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig, RopeScaling
+from cuboid.model.cuboid import CuboidParallel, Policy
+from cuboid.model.hf import from_pretrained, save_pretrained
+from cuboid.model.transformer import Transformer
+from cuboid.run.launch import Pool, World, launch
 
 __all__ = [
     "Cuboid",

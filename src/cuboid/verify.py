@@ -7,21 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.comm import all_reduce, gather_pieces
-from cuboid.config import ModelConfig
-from cuboid.cost import Cost
-from cuboid.cost.cuboid import step_cost
-from cuboid.launch import World
-from cuboid.loss import Loss
-from cuboid.measure import Memory, count_flops, saved_for_backward
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Recompute, Transformer
-from cuboid.nn import declared
-from cuboid.parallel import Parallel, Place
-from cuboid.parallel.cuboid import CuboidParallel, Policy
-from cuboid.parallel.serial import Serial
-from cuboid.randomness import key_of, normal
-from cuboid.schedule import PREFETCH, Schedule
+from cuboid.baselines.serial import Serial
+from cuboid.comm.collectives import all_reduce, gather_pieces
+from cuboid.layers.loss import Loss
+from cuboid.layers.randomness import key_of, normal
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.mesh.place import Place
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel, Policy
+from cuboid.model.nn import declared
+from cuboid.model.parallel import Parallel
+from cuboid.model.transformer import Recompute, Transformer
+from cuboid.plan.cost import Cost
+from cuboid.plan.cost.cuboid import step_cost
+from cuboid.plan.measure import Memory, count_flops, saved_for_backward
+from cuboid.run.launch import World
+from cuboid.step.schedule import PREFETCH, Schedule
 
 #: Storage, arithmetic, and how far a tensor may be from serial's, relative to its norm.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None, float]] = {

@@ -7,15 +7,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cuboid.baselines.one_d import OneD
+from cuboid.baselines.two_d import TwoD
 from cuboid.bench.contestant import begin_with
 from cuboid.bench.result import Report
-from cuboid.config import ModelConfig
-from cuboid.launch import Pool, World
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.parallel import Parallel
-from cuboid.parallel.cuboid import CuboidParallel
-from cuboid.parallel.one_d import OneD
-from cuboid.parallel.two_d import TwoD
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.parallel import Parallel
+from cuboid.run.launch import Pool, World
 from cuboid.train.compare import furthest
 from cuboid.train.config import TrainConfig, load
 from cuboid.train.loop import Trainer, on_one_device

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from cuboid.bench.contestant import Contestant, ModelRunner
 from cuboid.bench.problem import Problem
 from cuboid.bench.turn import device_of, take_step
-from cuboid.comm import COLLECTIVES
-from cuboid.launch import World
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.slow_motion import SlowMotion
+from cuboid.comm.collectives import COLLECTIVES
+from cuboid.emulate.slow_motion import SlowMotion
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.run.launch import World
 
 
 @dataclass(frozen=True)

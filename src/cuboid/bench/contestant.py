@@ -9,24 +9,25 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from cuboid.baselines.one_d import OneD
+from cuboid.baselines.serial import Serial
+from cuboid.baselines.two_d import TwoD
 from cuboid.bench.native import Native
 from cuboid.bench.network import best, feasible
 from cuboid.bench.problem import Problem
-from cuboid.cost import Cost
-from cuboid.cost.cuboid import step_cost
-from cuboid.cost.native import native_cost
-from cuboid.cost.one_d import one_d_cost
-from cuboid.cost.two_d import two_d_cost
-from cuboid.launch import World
-from cuboid.ledger import Ledger
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.parallel import Parallel
-from cuboid.parallel.cuboid import CuboidParallel, suitable_schedule
-from cuboid.parallel.one_d import OneD
-from cuboid.parallel.serial import Serial
-from cuboid.parallel.two_d import TwoD
-from cuboid.schedule import OFF, Schedule
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.ledger import Ledger
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.cuboid import CuboidParallel, suitable_schedule
+from cuboid.model.parallel import Parallel
+from cuboid.model.transformer import Transformer
+from cuboid.plan.cost import Cost
+from cuboid.plan.cost.cuboid import step_cost
+from cuboid.plan.cost.native import native_cost
+from cuboid.plan.cost.one_d import one_d_cost
+from cuboid.plan.cost.two_d import two_d_cost
+from cuboid.run.launch import World
+from cuboid.step.schedule import OFF, Schedule
 
 #: The ideal ones send the least that their algorithm can, where gloo's collectives send more.
 Way = Literal[

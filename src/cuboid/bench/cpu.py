@@ -19,9 +19,9 @@ from cuboid.bench.network import feasible
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Report, Spread
 from cuboid.bench.turn import turn
-from cuboid.config import ModelConfig
-from cuboid.launch import Pool
-from cuboid.mesh import Cuboid
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig
+from cuboid.run.launch import Pool
 
 WARM = 5  # steps of a turn that are not counted: they still make the memory that the others use again
 STEPS = 5  # those that are

@@ -31,16 +31,17 @@ from torch.distributed.tensor.parallel import (
 
 from cuboid.bench.count import Tally
 from cuboid.bench.native_model import NativeTransformer, first_values
-from cuboid.comm import all_reduce, gather_pieces, reduce_scatter
-from cuboid.config import ModelConfig
-from cuboid.cost.native import check_batch, check_model
-from cuboid.flight import Flight
-from cuboid.launch import World
-from cuboid.layout import Spec
-from cuboid.ledger import Ledger
-from cuboid.measure import local
-from cuboid.mesh import Axis, Cuboid
-from cuboid.randomness import key_of, normal
+from cuboid.comm.collectives import all_reduce, gather_pieces, reduce_scatter
+from cuboid.comm.flight import Flight
+from cuboid.layers.randomness import key_of, normal
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import Spec
+from cuboid.mesh.ledger import Ledger
+from cuboid.mesh.mesh import Axis
+from cuboid.model.config import ModelConfig
+from cuboid.plan.cost.native import check_batch, check_model
+from cuboid.plan.measure import local
+from cuboid.run.launch import World
 
 
 class Native:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.attention import frequencies
-from cuboid.config import ModelConfig
+from cuboid.model.config import ModelConfig
+from cuboid.model.rotary import frequencies
 
 Turn = tuple[Tensor, Tensor]  # cos and sin, [s, e/2]
 

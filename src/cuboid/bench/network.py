@@ -8,8 +8,8 @@ member alike.
 from collections.abc import Mapping
 
 from cuboid.bench.problem import Problem
-from cuboid.cost.cuboid import step_cost
-from cuboid.mesh import AXES, Cuboid, factorisations, orders
+from cuboid.mesh.cuboid import AXES, Cuboid, factorisations, orders
+from cuboid.plan.cost.cuboid import step_cost
 
 RINGS = ("all_gather", "all_reduce")
 Traffic = Mapping[tuple[str, str], list[int]]

@@ -23,13 +23,13 @@ from cuboid.bench.contestant import Contestant, ModelRunner, begin_with
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Report, Spread
 from cuboid.bench.turn import Times, slowest, take_step, timed_step, turn
-from cuboid.cluster import Cluster, try_hosts
-from cuboid.config import ModelConfig
-from cuboid.launch import Pool, World
-from cuboid.mesh import Cuboid
-from cuboid.parallel.cuboid import Policy
-from cuboid.slow_motion import SlowMotion
-from cuboid.trace import Phase, Trace, draw
+from cuboid.emulate.slow_motion import SlowMotion
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import Policy
+from cuboid.run.cluster import Cluster, try_hosts
+from cuboid.run.launch import Pool, World
+from cuboid.train.trace import Phase, Trace, draw
 
 SHAPES = (Cuboid(2, 1, 1), Cuboid(1, 2, 1), Cuboid(1, 1, 2), Cuboid(2, 2, 2))
 RATIOS = (1.0, 0.5, 2.0)  # of communication to compute

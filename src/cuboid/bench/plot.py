@@ -9,7 +9,7 @@ from matplotlib.ticker import EngFormatter, NullLocator
 
 from cuboid.bench.bound import step_bytes
 from cuboid.bench.result import Result, Row
-from cuboid.cluster import bits_per_second
+from cuboid.run.cluster import bits_per_second
 
 COLOURS = {
     "1-D": "#777777",

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.config import ModelConfig
-from cuboid.parallel.cuboid import Policy
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import Policy
 
 
 @dataclass(frozen=True)

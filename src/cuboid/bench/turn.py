@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from cuboid.bench.contestant import Contestant, Runner
 from cuboid.bench.problem import Problem
-from cuboid.device import synchronize
-from cuboid.emulate import Emulated
-from cuboid.launch import World
-from cuboid.measure import Memory, count_flops, local
-from cuboid.slow_motion import SlowMotion
+from cuboid.emulate.device import Emulated
+from cuboid.emulate.slow_motion import SlowMotion
+from cuboid.mesh.device import synchronize
+from cuboid.plan.measure import Memory, count_flops, local
+from cuboid.run.launch import World
 
 Counts = dict[str, dict[str, tuple[int, int]]]
 

@@ -19,7 +19,7 @@ from cuboid.cli.plan import plan
 from cuboid.cli.sample import sample
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
-from cuboid.launch import RankError, RunError, is_first
+from cuboid.run.launch import RankError, RunError, is_first
 
 app = typer.Typer(
     name="cuboid",

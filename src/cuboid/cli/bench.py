@@ -18,11 +18,11 @@ from cuboid.bench.result import Result
 from cuboid.bench.run import Pace, Trial
 from cuboid.bench.run import bench as run_bench
 from cuboid.bench.table import show
-from cuboid.cluster import bits_per_second, can_make_hosts, try_hosts
-from cuboid.config import ModelConfig
-from cuboid.launch import is_first, under_torchrun
-from cuboid.parallel.cuboid import Policy
-from cuboid.slow_motion import parse
+from cuboid.emulate.slow_motion import parse
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import Policy
+from cuboid.run.cluster import bits_per_second, can_make_hosts, try_hosts
+from cuboid.run.launch import is_first, under_torchrun
 
 
 @dataclass(frozen=True)

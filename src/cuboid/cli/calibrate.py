@@ -9,12 +9,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.calibrate import Calibration, across_hosts
-from cuboid.calibrate import calibrate as calibrate_on_rank
-from cuboid.calibrate.timing import Settings
-from cuboid.launch import launch
-from cuboid.parallel.cuboid import COMPUTE
+from cuboid.model.cuboid import COMPUTE
+from cuboid.plan.calibrate import Calibration, across_hosts
+from cuboid.plan.calibrate import calibrate as calibrate_on_rank
+from cuboid.plan.calibrate.timing import Settings
 from cuboid.plan.source import model as load_model
+from cuboid.run.launch import launch
 from cuboid.train.progress import quantity
 
 

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.presets import PRESETS
+from cuboid.model.presets import PRESETS
 from cuboid.train.config import TrainConfig, load, resolved_toml
 from cuboid.train.keys import keys, value_of
 from cuboid.train.progress import quantity

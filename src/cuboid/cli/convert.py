@@ -10,14 +10,15 @@ from rich.console import Console
 
 from cuboid.cli.bar import bar
 from cuboid.data.tokenizer import FILE
-from cuboid.hf import folder as files
-from cuboid.hf.architecture import kind_of, model_config
-from cuboid.hf.load import from_pretrained
-from cuboid.hf.save import Provenance, save_pretrained
-from cuboid.launch import World, launch
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.hf import folder as files
+from cuboid.model.hf.architecture import kind_of, model_config
+from cuboid.model.hf.load import from_pretrained
+from cuboid.model.hf.save import Provenance, save_pretrained
+from cuboid.model.transformer import Transformer
+from cuboid.run.launch import World, launch
 from cuboid.train import checkpoint
 from cuboid.train.origin import Origin
 from cuboid.train.writer import Writer

@@ -9,11 +9,12 @@ import typer
 from cuboid.cli.bar import bar
 from cuboid.cli.convert import CUBOID, talk
 from cuboid.data import Corpus, Tokens, open_corpus, text_files, tokenise
-from cuboid.evaluate import Evaluation, evaluate
-from cuboid.launch import World, launch
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import COMPUTE, CuboidParallel
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.cuboid import COMPUTE, CuboidParallel
+from cuboid.model.evaluate import Evaluation, evaluate
+from cuboid.model.transformer import Transformer
+from cuboid.run.launch import World, launch
 from cuboid.train.origin import Origin
 
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cuboid.config import FAMILIES, ModelConfig
-from cuboid.mesh import Cuboid
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import FAMILIES, ModelConfig
 from cuboid.plan import check as checking
 from cuboid.plan import hardware as machines
 from cuboid.plan.dry import Comparison, compare, dry_run

@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
-from cuboid.generate import Sampling, check_prompt, generate
-from cuboid.launch import World, launch
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.generate import Sampling, check_prompt, generate
+from cuboid.model.transformer import Transformer
+from cuboid.run.launch import World, launch
 from cuboid.train.origin import Origin
 
 

@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cuboid.cluster import can_make_hosts
-from cuboid.launch import TIMEOUT, is_first, launch, under_torchrun
-from cuboid.mesh import Cuboid
-from cuboid.restart import keep_running
-from cuboid.slow_motion import SlowMotion, parse
-from cuboid.stop import Stop
+from cuboid.emulate.slow_motion import SlowMotion, parse
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.run.cluster import can_make_hosts
+from cuboid.run.launch import TIMEOUT, is_first, launch, under_torchrun
+from cuboid.run.restart import keep_running
+from cuboid.run.stop import Stop
 from cuboid.train import checkpoint
 from cuboid.train.auto import for_ranks, planned
 from cuboid.train.config import TrainConfig, load

@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.config import FAMILIES, ModelConfig
-from cuboid.launch import launch, under_torchrun
-from cuboid.loss import Loss
-from cuboid.mesh import AXES, Cuboid, factorisations
-from cuboid.parallel.cuboid import Policy
-from cuboid.schedule import Schedule
+from cuboid.layers.loss import Loss
+from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
+from cuboid.model.config import FAMILIES, ModelConfig
+from cuboid.model.cuboid import Policy
+from cuboid.run.launch import launch, under_torchrun
+from cuboid.step.schedule import Schedule
 from cuboid.train.compare import curves, draw
 from cuboid.train.config import CuboidSection, LossSection, MemorySection, OverlapSection, TrainConfig
 from cuboid.train.kills import MOMENTS, survive

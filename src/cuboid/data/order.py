@@ -9,7 +9,7 @@ passes on average.
 import torch
 from torch import Tensor
 
-from cuboid.randomness import key_of, mix
+from cuboid.layers.randomness import key_of, mix
 
 _ROUNDS = 4
 

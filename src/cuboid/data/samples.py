@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cuboid.data.order import shuffled
 from cuboid.data.tokens import Tokens
-from cuboid.parallel import Place
+from cuboid.mesh.place import Place
 
 PADDED_TARGET = -100  # what `Loss` ignores
 _NONE = -1

@@ -9,14 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.cluster import bits_per_second
-from cuboid.config import ModelConfig, RopeScaling
-from cuboid.mesh import Cuboid
-from cuboid.parallel.cuboid import Policy
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig, RopeScaling
+from cuboid.model.cuboid import Policy
 from cuboid.plan.hardware import Hardware, Link
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
-from cuboid.schedule import Schedule
+from cuboid.run.cluster import bits_per_second
+from cuboid.step.schedule import Schedule
 
 MOST_ERROR, MOST_REGRET = 0.15, 0.05
 

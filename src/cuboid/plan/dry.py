@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cuboid.launch import RankError
-from cuboid.measure import Memory, count_flops, saved_for_backward
-from cuboid.mesh import Cuboid, Mesh
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import COMPUTE, CuboidParallel
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.cuboid import COMPUTE, CuboidParallel
+from cuboid.model.transformer import Transformer
 from cuboid.plan.layer import Choice, Work
+from cuboid.plan.measure import Memory, count_flops, saved_for_backward
 from cuboid.plan.search import Plan
+from cuboid.run.launch import RankError
 
 MOST_RANKS = 4096  # of whom the groups take seconds to make
 NEAR = 0.1  # how far the peak, which has no exact formula, may be from the plan's

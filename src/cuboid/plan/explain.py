@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cuboid.mesh import Cuboid
+from cuboid.mesh.cuboid import Cuboid
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import Work
 from cuboid.plan.search import CORNERS, Plan, Ranking, rank

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from cuboid.config import ModelConfig
-from cuboid.flight import Pause, Steps, run
-from cuboid.model import Recompute
-from cuboid.parallel.cuboid import Policy
+from cuboid.comm.flight import Pause, Steps, run
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import Policy
+from cuboid.model.transformer import Recompute
 from cuboid.plan.shared import SharedTape
 from cuboid.plan.sizes import Sizes, added
 from cuboid.plan.tape import Flight, Tape
 from cuboid.plan.time import Array, Prices
-from cuboid.schedule import PREFETCH, Schedule
+from cuboid.step.schedule import PREFETCH, Schedule
 
 STORED = 4  # bytes of a parameter at rest, whatever products are computed in
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.comm import LEAST_ALONE
+from cuboid.comm.collectives import LEAST_ALONE
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.sizes import Sizes, Weight, added
 from cuboid.plan.time import Array
-from cuboid.weights import MOST_IN_FLIGHT
+from cuboid.step.weights import MOST_IN_FLIGHT
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cuboid.config import ModelConfig
-from cuboid.cost.two_d import two_d_cost
-from cuboid.mesh import AXES, Cuboid
-from cuboid.parallel.cuboid import Policy
+from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import Policy
+from cuboid.plan.cost.two_d import two_d_cost
 from cuboid.plan.hardware import PRESETS, Hardware
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
@@ -20,7 +20,7 @@ from cuboid.plan.sizes import Sizes, groups
 from cuboid.plan.step import prices_of
 from cuboid.plan.tape import Tape
 from cuboid.plan.time import Array, Prices
-from cuboid.schedule import OFF
+from cuboid.step.schedule import OFF
 
 
 @dataclass(frozen=True)

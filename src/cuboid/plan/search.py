@@ -8,20 +8,20 @@ from typing import get_args
 
 import numpy as np
 
-from cuboid import mesh
-from cuboid.config import ModelConfig
-from cuboid.cost import Cost
-from cuboid.cost.cuboid import step_cost
-from cuboid.mesh import AXES, Cuboid
-from cuboid.model import Recompute
-from cuboid.parallel.cuboid import Policy
+from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.mesh.cuboid import orders as every_order
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import Policy
+from cuboid.model.transformer import Recompute
+from cuboid.plan.cost import Cost
+from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.memory import memory
 from cuboid.plan.sizes import Sizes, groups
 from cuboid.plan.step import prices_of, step_totals
 from cuboid.plan.time import Array, Prices
-from cuboid.schedule import Schedule
+from cuboid.step.schedule import Schedule
 
 #: The layouts people know, as corners of the block.
 CORNERS = {
@@ -100,7 +100,7 @@ def shapes(config: ModelConfig, devices: int, batch: int) -> Iterator[tuple[int,
 def orders(shape: tuple[int, int, int, int], node: int) -> list[Cuboid]:
     """The shape with its axes in every order that makes a difference to which ranks share a node."""
     data, x, y, z = shape
-    cuboids = list(mesh.orders(Cuboid(x, y, z, data)))
+    cuboids = list(every_order(Cuboid(x, y, z, data)))
     of = groups(cuboids, np.ones(len(cuboids), dtype=np.int64), node)
     found: dict[tuple[int, ...], Cuboid] = {}
     for cuboid, *inside in zip(cuboids, *(of[axis].inside.tolist() for axis in AXES), strict=True):

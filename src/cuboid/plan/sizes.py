@@ -9,9 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
-from cuboid.config import ModelConfig
-from cuboid.head import chunk_rows
-from cuboid.mesh import AXES, Cuboid
+from cuboid.layers.head import chunk_rows
+from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.model.config import ModelConfig
 from cuboid.plan.time import Array, Group
 
 

@@ -5,8 +5,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from cuboid.config import ModelConfig
-from cuboid.presets import PRESETS
+from cuboid.model.config import ModelConfig
+from cuboid.model.presets import PRESETS
 
 #: Their names for our sizes, by their model_type.
 _LLAMA = {

@@ -1,7 +1,7 @@
 """A training step as one rank plays it: the model's own order of products, launches and waits, on a `Tape`.
 
-Layer after layer as model.py runs them, with weights.py's gathers ahead of them and reductions behind. The parts of a
-batch are stepped in turn, all candidates alike; the model's `in_step` goes by each one's sizes and hides a little more.
+Layer after layer as transformer.py runs them, with weights.py's gathers ahead of them and reductions behind. The parts
+of a batch are stepped in turn, all candidates alike; the model's `in_step` goes by each one's sizes and hides more.
 Bytes, calls, FLOPs and saved activations add up to cost/cuboid.py's; the tests hold them to it.
 """
 
@@ -11,13 +11,13 @@ from itertools import zip_longest
 
 import numpy as np
 
-from cuboid.flight import Pause, Steps
+from cuboid.comm.flight import Pause, Steps
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Layer, Work
 from cuboid.plan.sizes import Sizes, Weight, added
 from cuboid.plan.tape import Flight, Totals
 from cuboid.plan.time import Array, Prices
-from cuboid.weights import MOST_IN_FLIGHT
+from cuboid.step.weights import MOST_IN_FLIGHT
 
 STEADY = 5  # layers that are played; every further one takes as long as the last but one forward, the second backward
 LOSS, OPTIMIZER = 14, 12  # how often a logit, a parameter is read or written

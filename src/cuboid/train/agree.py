@@ -17,16 +17,16 @@ from itertools import product as pairs
 import torch
 from torch import Tensor
 
-from cuboid.comm import all_gather, shift
-from cuboid.journal import listed
-from cuboid.layout import Spec
-from cuboid.mesh import Cuboid
-from cuboid.model import Transformer
-from cuboid.nn import declared
-from cuboid.product import multiply
-from cuboid.randomness import key_of, normal
+from cuboid.comm.collectives import all_gather, shift
+from cuboid.layers.product import multiply
+from cuboid.layers.randomness import key_of, normal
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.journal import listed
+from cuboid.mesh.layout import Spec
+from cuboid.model.nn import declared
+from cuboid.model.transformer import Transformer
+from cuboid.run.watch import RankError
 from cuboid.train.checkpoint import MOMENTS
-from cuboid.watch import RankError
 
 ROWS = 64  # of a product that is done again
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

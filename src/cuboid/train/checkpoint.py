@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from cuboid.comm import from_all, from_first
-from cuboid.config import ModelConfig, RopeScaling
-from cuboid.mesh import Mesh
-from cuboid.model import Transformer
-from cuboid.nn import declared
+from cuboid.comm.collectives import from_all, from_first
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig, RopeScaling
+from cuboid.model.nn import declared
+from cuboid.model.transformer import Transformer
 from cuboid.train import manifest
 from cuboid.train.manifest import Damaged, Sum
 from cuboid.train.storage import PieceReader

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from cuboid.launch import World
+from cuboid.run.launch import World
 from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer, on_one_device
 from cuboid.train.plot import plot_curves

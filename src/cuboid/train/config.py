@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from cuboid.config import ModelConfig, RopeScaling
-from cuboid.mesh import AXES, Cuboid
-from cuboid.presets import PRESETS
+from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.model.config import ModelConfig, RopeScaling
+from cuboid.model.presets import PRESETS
 from cuboid.train.keys import assignment, build, flatten, key, keys, toml, value_of, write
 from cuboid.train.origin import Origin
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from cuboid.launch import Pool, World
+from cuboid.run.launch import Pool, World
 from cuboid.train import checkpoint
 from cuboid.train.config import CheckpointSection, RestartSection, TrainConfig, resolved_toml
 from cuboid.train.loop import Trainer

@@ -11,21 +11,21 @@ from rich.console import Console
 from torch import Tensor
 
 from cuboid import data
-from cuboid.comm import from_all, from_first
-from cuboid.config import ModelConfig
-from cuboid.device import peak_memory
-from cuboid.generate import Sampling, generate
-from cuboid.launch import World
-from cuboid.loss import Loss
-from cuboid.mesh import Mesh
-from cuboid.model import Transformer
-from cuboid.parallel import Index, Parallel, Place
-from cuboid.parallel.cuboid import COMPUTE, CuboidParallel, Policy, suitable_schedule
-from cuboid.parallel.serial import Serial
-from cuboid.randomness import key_of
-from cuboid.schedule import Schedule
-from cuboid.trace import Trace, draw_layer
-from cuboid.trace import save as save_trace
+from cuboid.baselines.serial import Serial
+from cuboid.comm.collectives import from_all, from_first
+from cuboid.layers.loss import Loss
+from cuboid.layers.randomness import key_of
+from cuboid.mesh.device import peak_memory
+from cuboid.mesh.mesh import Mesh
+from cuboid.mesh.place import Index, Place
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import COMPUTE, CuboidParallel, Policy, suitable_schedule
+from cuboid.model.generate import Sampling, generate
+from cuboid.model.parallel import Parallel
+from cuboid.model.transformer import Transformer
+from cuboid.run.launch import World
+from cuboid.run.watch import watched
+from cuboid.step.schedule import Schedule
 from cuboid.train import checkpoint
 from cuboid.train.agree import check
 from cuboid.train.config import TrainConfig, resolved_toml, same_run
@@ -35,9 +35,10 @@ from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
 from cuboid.train.progress import Progress, StepReport
 from cuboid.train.run import RunFolder, fresh_path
+from cuboid.train.trace import Trace, draw_layer
+from cuboid.train.trace import save as save_trace
 from cuboid.train.tracing import WARM, Recorder, check_steps, unscheduled
 from cuboid.train.writer import Writer, forget
-from cuboid.watch import watched
 
 
 @dataclass

@@ -6,8 +6,8 @@ from math import cos, isfinite, pi
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm import all_reduce
-from cuboid.model import Transformer
+from cuboid.comm.collectives import all_reduce
+from cuboid.model.transformer import Transformer
 from cuboid.train.checkpoint import MOMENTS
 from cuboid.train.config import OptimizerSection, ScheduleSection
 from cuboid.train.guard import Guard

@@ -4,13 +4,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuboid.config import ModelConfig
 from cuboid.data.tokenizer import FILE, Tokenizer, load_tokenizer
-from cuboid.hf import architecture
-from cuboid.hf.load import Progress
-from cuboid.hf.load import load as load_folder
-from cuboid.hf.save import Provenance
-from cuboid.model import Transformer
+from cuboid.model.config import ModelConfig
+from cuboid.model.hf import architecture
+from cuboid.model.hf.load import Progress
+from cuboid.model.hf.load import load as load_folder
+from cuboid.model.hf.save import Provenance
+from cuboid.model.transformer import Transformer
 from cuboid.train import checkpoint
 
 

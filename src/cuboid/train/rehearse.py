@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from cuboid.cluster import Cluster
-from cuboid.emulate import Emulated
-from cuboid.launch import Pool, World
-from cuboid.slow_motion import SlowMotion
+from cuboid.emulate.device import Emulated
+from cuboid.emulate.slow_motion import SlowMotion
+from cuboid.run.cluster import Cluster
+from cuboid.run.launch import Pool, World
 from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from cuboid.hf.folder import DTYPES, NAMES, Planned, Stored, header, in_order, raw, stored_in
+from cuboid.model.hf.folder import DTYPES, NAMES, Planned, Stored, header, in_order, raw, stored_in
 from cuboid.train import manifest
 from cuboid.train.manifest import Damaged, Sum, durable, write_json
 

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from cuboid.ledger import Ledger
-from cuboid.mesh import AXES
-from cuboid.model import Transformer
-from cuboid.parallel.cuboid import CuboidParallel
-from cuboid.schedule import Schedule
-from cuboid.trace import Phase, Trace
+from cuboid.mesh.cuboid import AXES
+from cuboid.mesh.ledger import Ledger
+from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.transformer import Transformer
+from cuboid.step.schedule import Schedule
+from cuboid.train.trace import Phase, Trace
 
 WARM = 2  # steps before the first that is traced
 

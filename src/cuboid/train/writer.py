@@ -20,10 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from cuboid.comm import from_first
-from cuboid.launch import RunError
-from cuboid.mesh import Axis
-from cuboid.model import Transformer
+from cuboid.comm.collectives import from_first
+from cuboid.mesh.mesh import Axis
+from cuboid.model.transformer import Transformer
+from cuboid.run.launch import RunError
 from cuboid.train import manifest
 from cuboid.train.checkpoint import STATE, complete, step_of, tensors
 from cuboid.train.storage import PieceWriter

@@ -1,0 +1,1 @@
+"""Collectives: what each means, its transpose, and what is in flight."""

@@ -1,0 +1,105 @@
+"""What is under way: a collective, and a block of the model that waits for some.
+
+A collective is a `Flight`: launched, it moves by itself, and `wait()` gives the result. A block is `Steps`: a generator
+that yields where it would wait, so that `schedule.py` can let something else run there.
+"""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from cuboid.mesh.device import Stamps, any_gpu
+from cuboid.mesh.ledger import Span
+from cuboid.mesh.mesh import Axis
+
+
+class Pause(NamedTuple):
+    """Where a block of the model can be suspended. Sizes are as large on every rank: turns are taken by them."""
+
+    sent: float = 0  # bytes on their way that it will wait for
+    work: float = 0  # FLOPs that it will then do
+
+
+#: What a block of the model is: a generator that yields wherever a collective has been launched but is not yet
+#: needed, so that something else can run there, and returns its value at the end.
+Steps = Generator[Pause, None, Any]
+
+
+def run(steps: Steps) -> Any:
+    """Play the steps straight through."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+class Flight:
+    """A collective under way."""
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        result: Callable[[], Tensor],
+        span: Span | None = None,
+        axis: Axis | None = None,
+    ) -> None:
+        self._works, self._result, self._span, self._axis = works, result, span, axis
+        self._stamps: Stamps | None = None
+        self._number = 0 if axis is None or axis.journal is None else axis.journal.count
+        if works and span is not None and axis is not None:
+            self._clock_start(works, span, axis)
+            if not axis.overlap:
+                self._land()
+
+    def wait(self) -> Tensor:
+        self._land()
+        return self._result()
+
+    def _land(self) -> None:
+        works, self._works = self._works, ()
+        if works and self._span is not None and self._axis is not None:
+            self._clock_wait(works, self._span, self._axis)
+
+    # Time. On a CPU the completing thread stamps the clock; on a GPU `wait` only makes the stream wait, so events are
+    # recorded on it and read later, when the ledger is.
+
+    def _clock_start(self, works: Sequence[dist.Work], span: Span, axis: Axis) -> None:
+        if axis.backend == "gloo":
+            for work in works if axis.ledger.spans is not None else ():  # a call into Python takes time from the rank
+                work.get_future().add_done_callback(lambda _: setattr(span, "landed", time.perf_counter()))
+        elif any_gpu():
+            self._stamps = Stamps()
+
+    def _clock_wait(self, works: Sequence[dist.Work], span: Span, axis: Axis) -> None:
+        stamps, ledger = self._stamps, axis.ledger
+        if stamps is None:
+            start = time.perf_counter()
+            for work in works:
+                work.wait() if axis.journal is None else axis.journal.wait(work, self._number)
+            ledger.waited(span, start, time.perf_counter())
+            return
+        stamps.awaited()
+        for work in works:
+            work.wait()
+        stamps.there()
+
+        def settle() -> None:
+            start, stop = (span.launched + seconds for seconds in stamps.seconds())
+            ledger.waited(span, start, stop)
+            span.landed = stop
+
+        ledger.later(settle)
+
+
+def landed(x: Tensor) -> Flight:
+    """A flight that is already over."""
+    return Flight((), lambda: x)
+
+
+def token(like: Tensor) -> Tensor:
+    """An empty tensor: ties one autograd node to the next where the value itself is in flight."""
+    return like.new_empty(0)

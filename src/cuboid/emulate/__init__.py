@@ -1,0 +1,1 @@
+"""Emulated devices and clusters in slow motion."""

@@ -1,0 +1,83 @@
+"""Attention of whole sequences, and rotary positions. Nothing here knows of devices."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from cuboid.mesh.device import is_gpu
+from cuboid.step.fuse import Fuse, plain
+
+
+class Cache:
+    """Keys and values of the tokens seen so far, of the heads (and samples) a rank owns: [s, b, h, e]."""
+
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def extend(self, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Add the first `tokens` of k and v (the rest is padding); return all so far."""
+        k, v = k[:tokens], v[:tokens]
+        self.k = k if self.k is None else torch.cat((self.k, k))
+        self.v = v if self.v is None else torch.cat((self.v, v))
+        return self.k, self.v
+
+
+class _Rotate(torch.autograd.Function):
+    """Saves nothing: a rotation's transpose is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, fuse: Fuse) -> Tensor:
+        ctx.turn, ctx.fuse = (cos, sin), fuse
+        y: Tensor = fuse(_turned)(x, cos, sin)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.fuse(_turned_back)(dy, *ctx.turn), None, None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def _turned_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _turned(x, cos, -sin)
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor], fuse: Fuse = plain) -> Tensor:
+    """Turn each pair (i, i + e/2) of the features of x [s, b, h, e] by its position's angle."""
+    cos, sin = (part.to(torch.promote_types(x.dtype, torch.float32)) for part in turn)
+    return _Rotate.apply(x, cos, sin, fuse).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of queries that are the last s of t tokens: q [s, b, h, e], k and v [t, b, g, e] with g dividing
+    h -> [s, b, (h e)]."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # s b h e -> b h s e
+    s, t, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
+    if s == t:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    else:
+        # on a GPU the kernel knows this shape; on a CPU it must be given the mask
+        mask = causal_lower_right(s, t) if is_gpu(q.device) else q.new_ones(s, t, dtype=torch.bool).tril(t - s)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return y.permute(2, 0, 1, 3).flatten(2)  # b h s e -> s b (h e)
+
+
+def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Tensor:
+    """Attention to the whole sequence: q [s, b, h, e], k and v [t, b, g, e] -> [s, b, (h e)]. Keys from `tokens` on
+    are padding."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k[:tokens], v[:tokens]))  # s b h e -> b h s e
+    y = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+    return y.permute(2, 0, 1, 3).flatten(2)  # b h s e -> s b (h e)
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache, tokens: int) -> Tensor:
+    """Attention of the first `tokens` of q to all that the cache has, k and v of these tokens included."""
+    k, v = cache.extend(k, v, tokens)
+    return F.pad(attend(q[:tokens], k, v), (0, 0, 0, 0, 0, len(q) - tokens))

@@ -1,0 +1,93 @@
+"""The shape of a block of devices, and the order of its axes over ranks."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import permutations, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+AXES = ("data", "x", "y", "z")
+
+
+@dataclass(frozen=True)
+class Cuboid:
+    """x × y × z devices, replicated `data` times. `order` lists the axes from the slowest over ranks to the fastest.
+
+    >>> Cuboid(2, 3, 2).coordinates(5)
+    {'data': 0, 'x': 0, 'y': 2, 'z': 1}
+    """
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    data: int = 1
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"cuboid axis {axis}={size!r}: every size is a whole number of at least 1")
+        if sorted(self.order) != sorted(AXES):
+            raise ValueError(
+                f"cuboid order {','.join(self.order)!r} must name each of {', '.join(AXES)} once, slowest first"
+            )
+
+    @classmethod
+    def parse(cls, text: str, data: int = 1, order: str = ",".join(AXES)) -> "Cuboid":
+        """`"2,2,2"` as typed by a person."""
+        parts = text.replace("x", ",").replace("×", ",").split(",")
+        if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+            raise ValueError(f"cuboid {text!r} is not three sizes; write x,y,z such as 2,2,2")
+        x, y, z = (int(part) for part in parts)
+        return cls(x, y, z, data, tuple(name.strip() for name in order.split(",")))
+
+    def __str__(self) -> str:
+        return f"({self.x},{self.y},{self.z})" + (f" × data={self.data}" if self.data > 1 else "")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def block(self) -> int:
+        """Devices that share one copy of the model."""
+        return self.x * self.y * self.z
+
+    @property
+    def ranks(self) -> int:
+        return self.block * self.data
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        found = {}
+        for axis in reversed(self.order):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return {axis: found[axis] for axis in AXES}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        rank = 0
+        for axis in self.order:
+            rank = rank * getattr(self, axis) + coordinates[axis]
+        return rank
+
+    def array(self, axes: tuple[str, ...]) -> NDArray[np.int64]:
+        """The ranks as an array whose dims are `axes`."""
+        grid = np.arange(self.ranks).reshape([getattr(self, axis) for axis in self.order])
+        return np.ascontiguousarray(grid.transpose([self.order.index(axis) for axis in axes]))
+
+
+def factorisations(ranks: int) -> Iterator[Cuboid]:
+    """Every cuboid of exactly `ranks` devices with data=1."""
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    for x, y, z in product(sizes, repeat=3):
+        if x * y * z == ranks:
+            yield Cuboid(x, y, z)
+
+
+def orders(cuboid: Cuboid) -> Iterator[Cuboid]:
+    """The same sizes with the axes in every order over ranks; axes of size 1 make no difference."""
+    long = [axis for axis in AXES if cuboid.sizes[axis] > 1]
+    short = [axis for axis in AXES if axis not in long]
+    for order in permutations(long):
+        yield replace(cuboid, order=(*short, *order))

@@ -1,0 +1,121 @@
+"""The one place that cuts and joins tensors: which slice of a whole a rank holds, and the whole from the slices.
+
+A dim is cut by axes one after the other, each cutting the block the one before it left. A cut into p parts gives every
+part ceil(n/p) rows except the last ones, which may be short or empty: DTensor's rule, so that a checkpoint written here
+reads there. Nothing is padded at rest, and no padding ever enters a global shape.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.mesh.mesh import Mesh
+
+Range = tuple[int, int]
+
+
+def ceil_div(n: int, parts: int) -> int:
+    return -(-n // parts)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return ceil_div(n, multiple) * multiple
+
+
+def cut(n: int, parts: int, index: int) -> Range:
+    """Where part `index` of `parts` begins and ends.
+
+    >>> [cut(10, 4, i) for i in range(4)]
+    [(0, 3), (3, 6), (6, 9), (9, 10)]
+    """
+    size = ceil_div(n, parts)
+    return min(index * size, n), min((index + 1) * size, n)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a tensor of a global `shape` lies on a cuboid.
+
+    `cuts` names, for each dim, the axes that cut it, first cut first; the tensor is replicated over the others.
+    `sums` names the axes over which a rank's gradient is still a partial sum once the gradient has been reduced
+    along the cuts.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[str, ...], ...]
+    sums: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        axes = [axis for dim in self.cuts for axis in dim]
+        assert len(self.cuts) == len(self.shape), f"{self.cuts} does not name the cuts of each dim of {self.shape}"
+        assert len(set(axes)) == len(axes), f"an axis cuts a tensor once: {self.cuts}"
+
+    @cached_property
+    def cut_by(self) -> tuple[str, ...]:
+        return tuple(axis for dim in self.cuts for axis in dim)
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        return tuple(axis for axis in AXES if axis not in self.cut_by)
+
+    def copies(self, cuboid: Cuboid) -> int:
+        """How many ranks hold each element."""
+        copies = 1
+        for axis in self.replicated:
+            copies *= cuboid.sizes[axis]
+        return copies
+
+    def ranges(self, cuboid: Cuboid, coordinates: Mapping[str, int], gathered: Iterable[str] = ()) -> tuple[Range, ...]:
+        """The index range a rank holds in each dim, were the axes in `gathered` not cutting."""
+        found = []
+        for n, axes in zip(self.shape, self.cuts, strict=True):
+            start, stop = 0, n
+            for axis in axes:
+                if axis not in gathered:
+                    low, high = cut(stop - start, cuboid.sizes[axis], coordinates[axis])
+                    start, stop = start + low, start + high
+            found.append((start, stop))
+        return tuple(found)
+
+    def local_shape(
+        self, cuboid: Cuboid, coordinates: Mapping[str, int], gathered: Iterable[str] = ()
+    ) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.ranges(cuboid, coordinates, gathered))
+
+    def take(self, whole: Tensor, cuboid: Cuboid, coordinates: Mapping[str, int]) -> Tensor:
+        """The slice of `whole` that a rank holds."""
+        assert tuple(whole.shape) == self.shape, f"{tuple(whole.shape)} is not {self.shape}"
+        return whole[tuple(slice(*r) for r in self.ranges(cuboid, coordinates))]
+
+    def join(self, pieces: Sequence[Tensor], cuboid: Cuboid) -> Tensor:
+        """The whole, from every rank's piece in rank order. Raises if copies of one element differ."""
+        whole = torch.full(self.shape, float("nan"), dtype=pieces[0].dtype)
+        for rank, piece in enumerate(pieces):
+            place = whole[tuple(slice(*r) for r in self.ranges(cuboid, cuboid.coordinates(rank)))]
+            if not (place.isnan() | (place == piece)).all():
+                raise ValueError(f"rank {rank} disagrees with another rank about a tensor they both hold")
+            place.copy_(piece)
+        return whole
+
+    def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
+        """The same, as DTensor says it, over `mesh.device_mesh`."""
+        found: list[Placement] = []
+        for axis in mesh.dims:
+            dims = [dim for dim, axes in enumerate(self.cuts) if axis in axes]
+            found.append(Shard(dims[0]) if dims else Replicate())
+        return tuple(found)
+
+    def dtensor(self, local: Tensor, mesh: Mesh) -> DTensor:
+        """`local` as a DTensor of the global shape, for state dicts."""
+        return DTensor.from_local(
+            local,
+            mesh.device_mesh(local.device.type),
+            self.placements(mesh),
+            shape=torch.Size(self.shape),
+            stride=torch.empty(self.shape, device="meta").stride(),
+        )

@@ -1,0 +1,54 @@
+"""Which tokens of a batch a rank works on."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuboid.mesh.mesh import Axis
+
+
+class Index(NamedTuple):
+    """Where a rank's [s, b, d] lies in the whole: positions, samples, features."""
+
+    s: Tensor
+    b: Tensor
+    d: Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """The tokens of a batch that a rank works on: `positions` of each of `samples`.
+
+    `batch` and `seq` are the global sizes, `start` is the position of the first token. Positions from start + seq on
+    and samples from `batch` on are padding. `context` is the axis over which the sequence itself is cut, of size 1
+    where it is not.
+    """
+
+    batch: int
+    seq: int
+    start: int
+    samples: Tensor
+    positions: Tensor
+    context: Axis
+    residual: Index  # of the residual stream
+    logits: Index
+    turn: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
+
+    def parts(self, count: int) -> list["Place"]:
+        """This rank's samples in so many equal parts, or in one where they cannot be cut so."""
+        if count == 1 or len(self.samples) % count:
+            return [self]
+        chunks = (each.chunk(count) for each in (self.samples, self.residual.b, self.logits.b))
+        return [
+            replace(self, samples=samples, residual=self.residual._replace(b=b), logits=self.logits._replace(b=rows))
+            for samples, b, rows in zip(*chunks, strict=True)
+        ]
+
+    def take(self, whole: Tensor, fill: int) -> Tensor:
+        """[batch, seq] of all ranks -> this rank's [s, b], padding filled with `fill`."""
+        columns, rows = self.positions - self.start, self.samples
+        part = whole[rows.clamp(max=self.batch - 1)][:, columns.clamp(max=self.seq - 1)]
+        inside = (rows < self.batch)[:, None] & (columns < self.seq)
+        return torch.where(inside, part, fill).T.contiguous()

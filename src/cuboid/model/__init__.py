@@ -1,0 +1,1 @@
+"""Models: configuration, presets, the Transformer, Hugging Face folders."""

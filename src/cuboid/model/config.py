@@ -1,0 +1,184 @@
+"""What a model is, whatever it runs on: sizes and choices, checked before anything is built."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cuboid.mesh.cuboid import Cuboid
+
+FAMILIES = ("gpt2", "llama")
+ROPE_KINDS = ("llama3", "linear")
+
+
+#: Of any size: products of them still fit in 64 bits.
+MOST, MOST_LAYERS = 1 << 24, 1 << 16
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary wavelengths stretched by `factor`: all of them ("linear"), or, as Llama 3 does from the context it was
+    first trained on, the long ones alone."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+    kind: str = "llama3"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise ValueError(f"rope_scaling kind={self.kind!r} is not known; choose one of {', '.join(ROPE_KINDS)}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Transformer language model. Zero or None means "what the family does".
+
+    gpt2: LayerNorm, learned positions, GELU, biases, head tied to the embedding.
+    llama: RMSNorm, rotary positions, SwiGLU, no biases, head of its own, grouped-query attention. With `qkv_bias` it is
+    Qwen 2, with `qk_norm` Qwen 3, with a `window` the first Mistral.
+    """
+
+    family: str = "gpt2"
+    layers: int = 2
+    hidden: int = 128
+    heads: int = 8
+    vocab: int = 256
+    context: int = 256  # the longest sequence
+    kv_heads: int = 0  # 0: as many as heads
+    head_dim: int = 0  # 0: hidden / heads
+    ffn: int = 0  # 0: 4 · hidden (gpt2), 8/3 · hidden rounded up to a multiple of 64 (llama)
+    tied: bool | None = None
+    bias: bool | None = None
+    qkv_bias: bool | None = None  # of queries, keys and values; None: as `bias`
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys
+    window: int = 0  # tokens that attention looks back on; 0: all. Longer sequences are refused
+    dropout: float = 0.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family={self.family!r} is not known; choose one of {', '.join(FAMILIES)}")
+        _size("layers", self.layers, 1, MOST_LAYERS)
+        for name in ("hidden", "heads", "vocab", "context"):
+            _size(name, getattr(self, name), 1)
+        for name in ("kv_heads", "head_dim", "ffn", "window"):
+            _size(name, getattr(self, name), 0)
+        gpt2 = self.family == "gpt2"
+        fill: dict[str, Any] = {}
+        fill["kv_heads"] = self.kv_heads or self.heads
+        if not self.head_dim and self.hidden % self.heads:
+            near = _multiples_near(self.hidden, self.heads)
+            raise ValueError(
+                f"hidden={self.hidden} is not a multiple of heads={self.heads}; "
+                f"use hidden {near}, other heads, or give head_dim"
+            )
+        fill["head_dim"] = self.head_dim or self.hidden // self.heads
+        fill["ffn"] = self.ffn or (4 * self.hidden if gpt2 else -(-8 * self.hidden // 3 // 64) * 64)
+        fill["tied"] = gpt2 if self.tied is None else self.tied
+        fill["bias"] = gpt2 if self.bias is None else self.bias
+        fill["qkv_bias"] = None if self.qkv_bias == fill["bias"] else self.qkv_bias
+        for name, value in fill.items():
+            object.__setattr__(self, name, value)
+        if self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use one of {divisors}")
+        if self.rotary and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd but rotary positions turn pairs; use an even head_dim")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+
+    @property
+    def rotary(self) -> bool:
+        return self.family == "llama"
+
+    @property
+    def gated(self) -> bool:
+        return self.family == "llama"
+
+    @property
+    def qkv_biased(self) -> bool:
+        return bool(self.bias if self.qkv_bias is None else self.qkv_bias)
+
+    @property
+    def norm_bias(self) -> bool:
+        return self.family == "gpt2"
+
+    @property
+    def q_dim(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a sequence, if that is limited: learned positions end, and a window is never slid."""
+        return self.context if not self.rotary else self.window or None
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        d, f, b = self.hidden, self.ffn, int(bool(self.bias))
+        norm = d * (1 + self.norm_bias)
+        attention = 2 * d * (self.q_dim + self.kv_dim) + b * d
+        attention += int(self.qkv_biased) * (self.q_dim + 2 * self.kv_dim) + 2 * self.head_dim * self.qk_norm
+        into = 2 if self.gated else 1
+        mlp = (into + 1) * d * f + b * (into * f + d)
+        tables = self.vocab * d * (1 if self.tied else 2) + (0 if self.rotary else self.context * d)
+        return self.layers * (2 * norm + attention + mlp) + norm + tables
+
+    def check(self, cuboid: Cuboid, batch: int, seq: int) -> None:
+        """Raise if this model cannot run on `cuboid` with `batch` sequences of `seq` tokens."""
+        yz = cuboid.y * cuboid.z
+        if self.heads % yz:
+            near = [h for h in (self.heads // yz * yz, (self.heads // yz + 1) * yz) if h]
+            smaller = [n for n in range(yz - 1, 0, -1) if self.heads % n == 0][:3]
+            raise ValueError(
+                f"heads={self.heads} cannot be cut into y·z={yz}; use heads {' or '.join(map(str, near))}, "
+                f"or a cuboid with y·z one of {smaller}"
+            )
+        if self.hidden % cuboid.z:
+            raise ValueError(
+                f"hidden={self.hidden} cannot be cut into z={cuboid.z}; use hidden "
+                f"{_multiples_near(self.hidden, cuboid.z)} or another z"
+            )
+        _size("batch", batch, 1)
+        _size("seq", seq, 1)
+        if batch % cuboid.data:
+            raise ValueError(
+                f"batch={batch} cannot be cut into data={cuboid.data}; use batch {_multiples_near(batch, cuboid.data)}"
+            )
+        if not self.rotary and seq > self.context:
+            raise ValueError(
+                f"seq={seq} is longer than context={self.context}, the learned positions; raise context or shorten seq"
+            )
+        if self.window and seq > self.window:
+            raise ValueError(
+                f"seq={seq} is longer than window={self.window}, the tokens that attention looks back on, and a window "
+                f"that slides is not supported; use sequences of at most {self.window} tokens"
+            )
+
+    def check_plain(self, where: str) -> None:
+        """Raise if the model has what only one device and a cuboid do."""
+        for name, odd in (("qk_norm", self.qk_norm), ("qkv_bias", self.qkv_biased != self.bias)):
+            if odd:
+                raise ValueError(f"{name}={getattr(self, name)} is not supported in {where}; run it on a cuboid")
+
+    def replace(self, **changes: Any) -> "ModelConfig":
+        return replace(self, **changes)
+
+
+def _size(name: str, value: object, least: int, most: int = MOST) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+    if value > most:
+        raise ValueError(f"{name}={value!r} must be at most {most}")
+
+
+def _multiples_near(n: int, of: int) -> str:
+    below, above = n // of * of, (n // of + 1) * of
+    return f"{below} or {above}" if below else str(above)

@@ -1,0 +1,85 @@
+"""A model on any cuboid from a Hugging Face folder. Each rank reads the slices it keeps and nothing else."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import Range
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.hf.architecture import model_config
+from cuboid.model.hf.folder import Stored, stored
+from cuboid.model.hf.names import Source, canonical, source_of
+from cuboid.model.nn import declared
+from cuboid.model.transformer import Transformer
+
+Progress = Callable[[int], object]
+_TOGETHER = 1 << 20  # elements read at a time
+
+
+def from_pretrained(
+    folder: Path | str,
+    cuboid: Cuboid | Mesh,
+    dtype: torch.dtype = torch.float32,
+    progress: Progress = lambda size: None,
+) -> Transformer:
+    """The model of a folder, on a mesh or on a cuboid of the ranks there are, weights at rest in `dtype`. Every rank
+    calls it. `progress` is told how many further bytes of weights are in place."""
+    config = model_config(Path(folder))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mesh = cuboid if isinstance(cuboid, Mesh) else Mesh(cuboid, rank)
+    model = Transformer(CuboidParallel(config, mesh), None, dtype)
+    load(Path(folder), model, progress)
+    return model
+
+
+@torch.no_grad()
+def load(folder: Path, model: Transformer, progress: Progress = lambda size: None) -> None:
+    """Fill a model, on any parallel, with the weights of a folder."""
+    mesh, found = model.parallel.mesh, check(folder, model)
+    for name, parameter, declaration in declared(model):
+        source = source_of(model.config, name)
+        (top, _), *rest = declaration.spec.ranges(mesh.cuboid, mesh.coordinates)
+        first = top + source.part * declaration.spec.shape[0]
+        rows = max(1, _TOGETHER // max(1, parameter[:1].numel()))
+        for start in range(0, len(parameter), rows):
+            into = parameter[start : start + rows]
+            into.copy_(read(found[source.name], source, [(first + start, first + start + len(into)), *rest]))
+        progress(parameter.nbytes)
+
+
+def read(tensor: Stored, source: Source, ranges: Sequence[Range]) -> Tensor:
+    """Rows of their tensor as ours has them."""
+    return tensor.read(ranges[::-1]).T if source.transposed else tensor.read(ranges)
+
+
+def check(folder: Path, model: Transformer) -> dict[str, Stored]:
+    """The folder's tensors by the names `source_of` gives; raise unless they are exactly this model's."""
+    config, found = model.config, {}
+    for tensor in stored(folder).values():
+        name = canonical(config, tensor.name)
+        if name is not None:
+            found[name] = tensor
+    wanted = {}
+    for name, _, declaration in declared(model):
+        source = source_of(config, name)
+        wanted[source.name] = source.shape(declaration.spec.shape)
+    for name, shape in wanted.items():
+        if name not in found:
+            raise ValueError(f"{folder} lacks tensor {name} of shape {list(shape)}, which its config.json asks for")
+        if found[name].shape != shape:
+            raise ValueError(
+                f"{found[name].file}: tensor {found[name].name} has shape {list(found[name].shape)} but config.json "
+                f"asks for {list(shape)}; use the config.json that belongs to it"
+            )
+    for name, tensor in found.items():
+        if name not in wanted:
+            raise ValueError(
+                f"{tensor.file}: tensor {tensor.name} belongs to nothing in the model that config.json describes; use "
+                "the config.json that belongs to it"
+            )
+    return found

@@ -1,0 +1,131 @@
+"""Measure the machine at hand for the planner: products, copies, attention, collectives, real layers."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from rich.console import Console
+from rich.progress import Progress
+
+from cuboid.mesh.device import is_gpu, usable_memory
+from cuboid.plan.calibrate.fitting import fit_layers, fit_links, fit_products
+from cuboid.plan.calibrate.timing import (
+    Bench,
+    Settings,
+    on_hosts,
+    time_attention,
+    time_collectives,
+    time_copy,
+    time_layers,
+    time_processor,
+    time_products,
+    time_slowdown,
+)
+from cuboid.plan.hardware import KINDS, REMEDY, Hardware, Link
+from cuboid.run.cluster import Cluster
+from cuboid.run.launch import Pool, World
+
+UNSHAPED = "100gbit"  # more than a processor sends
+
+
+@dataclass
+class Calibration:
+    hardware: Hardware
+    errors: dict[str, float] = field(default_factory=dict)  # mean relative error of each fit
+    seconds: float = 0.0
+
+
+def calibrate(world: World, settings: Settings, name: str) -> Calibration | None:
+    """On every rank; rank 0 shows its progress and returns what was found."""
+    began, bench = time.perf_counter(), Bench(world)
+    node, cores = world.local_size, cores_shared(world)
+    direct = not is_gpu(world.device)
+    with told(world.rank == 0) as tell:
+        tell("products")
+        shapes, measured = time_products(bench, settings)
+        tell("copies")
+        stream = time_copy(bench)
+        (per_flop, per_output, launch), product_error = fit_products(shapes, measured)
+        rate = 1 / per_flop
+        tell("attention")
+        attention = time_attention(bench, settings, rate)
+        tell("collectives")
+        samples = time_collectives(bench, node)
+        tell("compute beside communication")
+        slowdown = time_processor(bench, cores) if cores else time_slowdown(bench)
+        tell("real layers")
+        layers = time_layers(bench, settings)
+        tell("fitting")
+    if world.rank:
+        return None
+    errors = {"products": product_error}
+    links: dict[str, dict[str, Link]] = {"inside": {}, "across": {}}
+    for kind in KINDS:
+        for level, found in links.items():
+            link, error = fit_links(samples, kind, node, direct, stream, crossing=level == "across")
+            if link is not None:
+                found[kind], errors[f"{kind} {level}"] = link, error
+    source = {"all": f"cuboid calibrate, {world.size} ranks, {settings.precision}; the peak is the rate reached"}
+    source |= {level: unmeasured(level, world) for level, found in links.items() if not found}
+    hardware = Hardware(
+        name=name,
+        node=node,
+        memory=usable_memory(world.device, world.size),
+        peak={settings.precision: rate},
+        rate={settings.precision: rate},
+        stream=stream,
+        inside=links["inside"],
+        across=links["across"],
+        depth=per_output * rate,
+        attention=attention,
+        launch=max(launch, 1e-6),
+        slowdown=slowdown,
+        direct=direct,
+        one_wire=direct,
+        cores=cores,
+        source=source,
+    )
+    hardware, errors["one real layer"] = fit_layers(hardware, layers)
+    return Calibration(hardware, errors, time.perf_counter() - began)
+
+
+def across_hosts(found: Calibration, ranks: int) -> Calibration:
+    """With links across as ranks have them on emulated hosts: a byte takes the processor longer through a host's
+    network than over loopback. Unchanged where ranks have cores of their own, or hosts cannot be made."""
+    hw, began = found.hardware, time.perf_counter()
+    if not hw.cores:
+        return found
+    try:
+        with Cluster(ranks, UNSHAPED) as cluster, Pool(ranks, cluster) as pool:
+            samples = pool.run(on_hosts)[0]
+    except ValueError:
+        return found
+    across, errors = {}, dict(found.errors)
+    for kind in KINDS:
+        link, errors[f"{kind} across"] = fit_links(samples, kind, 1, hw.direct, hw.stream, crossing=True)
+        assert link is not None  # more ranks than cores are two at least
+        across[kind] = link
+    source = hw.source | {"across": f"cuboid calibrate, {ranks} emulated hosts of one rank"}
+    hw = replace(hw, across=across, source=source)
+    return Calibration(hw, errors, found.seconds + time.perf_counter() - began)
+
+
+def unmeasured(level: str, world: World) -> str:
+    """What a file says of links that no two ranks had between them."""
+    return f"not measured: {world.size} ranks, {world.local_size} a node; calibrate {REMEDY[level]}"
+
+
+def cores_shared(world: World) -> int:
+    """This machine's, if all ranks are here and are more than they."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if not is_gpu(world.device) and world.size == world.local_size > cores else 0
+
+
+@contextmanager
+def told(speaks: bool, parts: int = 7) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr; call it with what begins."""
+    with Progress(console=Console(stderr=True, quiet=not speaks), disable=not speaks) as progress:
+        task = progress.add_task("", total=parts)
+        yield lambda text: progress.update(task, description=text, advance=1)

@@ -1,0 +1,287 @@
+"""What a step costs a rank of a cuboid: ARCHITECTURE.md's table, summed over a model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd, lcm
+
+from cuboid.layers.head import chunk_rows
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import ceil_div, round_up
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import Policy, chunk_count
+from cuboid.plan.cost import Cost, Counter
+from cuboid.step.schedule import PREFETCH, Schedule
+
+
+def step_cost(
+    config: ModelConfig,
+    cuboid: Cuboid,
+    coordinates: Mapping[str, int],
+    batch: int,
+    seq: int,
+    policy: Policy = Policy(),
+    recompute: str = "none",
+    parameter_size: int = 4,
+    compute_size: int = 4,
+    schedule: Schedule = PREFETCH,
+    last: bool = True,
+) -> Cost:
+    """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products. A
+    schedule of parts or chunks sends the same bytes in more calls. Of several micro-batches only the `last` sums
+    gradients over replicas."""
+    config.check(cuboid, batch, seq)
+    sizes = parameter_size, compute_size
+    return _Step(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule, last).cost
+
+
+#: A parameter [n, k] with the axes that cut n (before x does) and k; None cuts nothing.
+_Weight = tuple[int, int, str, str | None]
+
+
+class _Step(Counter):
+    """The sizes a rank holds, and one method a formula; each adds to `cost`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cuboid: Cuboid,
+        coordinates: Mapping[str, int],
+        batch: int,
+        seq: int,
+        policy: Policy,
+        recompute: str,
+        parameter_size: int,
+        compute_size: int,
+        schedule: Schedule,
+        last: bool,
+    ) -> None:
+        super().__init__(cuboid, coordinates)
+        self.c, self.policy, self.recompute, self.last = config, policy, recompute, last
+        self.stored, self.e, self.wide = parameter_size, compute_size, max(compute_size, 4)
+        self.x, self.y, self.z = cuboid.x, cuboid.y, cuboid.z
+        along_batch = gcd(batch // cuboid.data, cuboid.x)
+        self.context = cuboid.x // along_batch
+        self.b = batch // cuboid.data // along_batch
+        unit = lcm(self.y, self.z, 2 if self.context > 1 else 1) * self.context
+        self.s = round_up(seq, unit) // self.context
+        self.m = self.s * self.b  # tokens of the x-slice
+        self.parts = schedule.parts if self.b % schedule.parts == 0 else 1
+        self.chunks = chunk_count(self.s, self.y, self.z, schedule.chunks)
+        self.d = config.hidden // self.z
+        self.summed_over_y = 0  # elements of norm gradients
+        self.summed_over_all = 0  # of those of heads' norms
+        self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
+
+        self.embedding()
+        for i in range(config.layers):
+            self.block(kept=schedule.prefetch and i == config.layers - 1)
+        self.weights(self.norm_weights(1), again=True)
+        self.bucket(self.stored, self.last)
+        self.head()
+        if last:
+            for axis, summed in (("x", 0), ("y", self.summed_over_y), ("z", 0)):
+                self.reduce(axis, summed + self.summed_over_all, self.stored)
+
+    def gather(self, axis: str, whole: int, size: int = 0, p: int = 0) -> None:
+        self.send("all_gather", axis, whole, size or self.e, p=p)
+
+    def scatter(self, axis: str, whole: int, size: int = 0, p: int = 0) -> None:
+        self.send("reduce_scatter", axis, whole, size or self.e, p=p)
+
+    def pair(self, axis: str, whole: int, p: int = 0) -> None:
+        """An all-gather of activations, and the reduce-scatter of their gradient."""
+        for _ in range(self.forwards):
+            self.gather(axis, whole, p=p)
+        self.scatter(axis, whole, p=p)
+
+    def in_parts(self, formula: Callable[[], None]) -> None:
+        """What each part of the batch adds."""
+        whole = self.b, self.m
+        self.b, self.m = self.b // self.parts, self.m // self.parts
+        for _ in range(self.parts):
+            formula()
+        self.b, self.m = whole
+
+    def save(self, size: int) -> None:
+        if self.saving:
+            self.cost.saved += size
+
+    # Weights: AG_m in forward and again for backward, RS_m of the gradient
+
+    def weights(self, weights: Sequence[_Weight], again: bool, gathers: int = 1) -> None:
+        """Of one bucket."""
+        in_flight = 0
+        for n, k, n_axis, k_axis in weights:
+            rows, columns = self.part(n, n_axis), self.part(k, k_axis)
+            held = self.part(rows, "x") * columns
+            if k_axis is None:
+                self.cost.vectors += held * self.stored
+            else:
+                self.cost.matrices += held * self.stored
+            in_flight += ceil_div(rows, self.x) * columns
+        retained = self.policy.weights == "retain"
+        for _ in range(1 if retained else gathers + again):
+            self.gather("x", in_flight * self.x)
+        self.scatter("x", in_flight * self.x)
+
+    def norm_weights(self, count: int) -> list[_Weight]:
+        """Of `count` norms. Their gradients are summed over y at the end."""
+        vectors = count * (1 + self.c.norm_bias)
+        self.summed_over_y += vectors * self.part(self.d, "x")
+        return [(self.c.hidden, 1, "z", None)] * vectors
+
+    def head_norms(self) -> None:
+        """Of queries and keys: whole on every rank, and their gradients summed over all."""
+        if self.c.qk_norm:
+            self.cost.vectors += 2 * self.c.head_dim * self.stored
+            self.summed_over_all += 2 * self.c.head_dim
+
+    # Layers
+
+    def embedding(self) -> None:
+        tied, tables = bool(self.c.tied), [self.c.vocab] + ([] if self.c.rotary else [self.c.context])
+        for i, rows in enumerate(tables):  # a tied table is gathered for the head too
+            self.weights([(rows, self.c.hidden, "y", "z")], again=False, gathers=2 if tied and i == 0 else 1)
+            self.bucket(self.stored, self.last)
+        self.in_parts(self.lookup)
+
+    def lookup(self) -> None:
+        self.scatter("y", self.m * self.d)
+        self.gather("y", self.m * self.d)
+
+    def norm(self) -> None:
+        rows = self.m // self.y
+        for _ in range(self.forwards):
+            if self.c.norm_bias:
+                self.gather("z", 2 * rows * self.z, self.wide)
+            else:
+                self.reduce("z", rows, self.wide)
+        statistics = rows * (1 + self.c.norm_bias)
+        self.reduce("z", statistics, self.wide)
+        self.save(rows * self.d * self.e + statistics * self.wide)
+
+    def product(self, k: int, outs: Sequence[int], k_axis: str, n_axis: str, whole: bool = False) -> None:
+        """(1)–(3) of X [m, k] and outputs [m, n] for each n in `outs`, sizes gathered; in chunks unless as a whole."""
+        retain, chunks = self.policy.activations == "retain", 1 if whole else self.chunks
+        m = self.m // chunks
+        for _ in range(chunks):
+            for _ in range(self.forwards + (not retain)):
+                self.gather(n_axis, m * k)  # X, once more for wgrad
+            for n in outs:
+                for _ in range(self.forwards):
+                    self.scatter(k_axis, m * n)  # Y
+                self.gather(k_axis, m * n)  # dY
+            self.scatter(n_axis, m * k)  # dX
+        self.cost.flops += (self.forwards + 2) * 2 * self.m * k * sum(outs)
+        self.save(self.m * k * self.e // (1 if retain else self.axes[n_axis]))
+
+    def block(self, kept: bool) -> None:
+        """`kept`: its weights stay from forward to backward."""
+        c, ups = self.c, 2 if self.c.gated else 1
+        weights: list[_Weight] = [(n, c.hidden, "y", "z") for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * ups)]
+        weights += [(c.hidden, c.q_dim, "z", "y"), (c.hidden, c.ffn, "z", "y")]
+        biases = weights[:3] * c.qkv_biased + weights[3:] * bool(c.bias)
+        weights += [(n, 1, n_axis, None) for n, _, n_axis, _ in biases]
+        self.weights(weights + self.norm_weights(2), again=not kept)
+        self.head_norms()
+        self.bucket(self.stored, self.last)
+        self.in_parts(self.layer)
+
+    def layer(self) -> None:
+        ups = 2 if self.c.gated else 1
+        if self.recompute == "full":
+            self.save(self.m // self.y * self.d * self.e)  # the block's input
+            self.forwards, self.saving = 2, False
+        self.norm()
+        self.attention()
+        self.norm()
+        f = self.part(self.c.ffn, "y")
+        self.product(self.d, [ups * f], k_axis="z", n_axis="y")
+        self.save(self.m // self.z * ups * f * self.e)  # what the nonlinearity saw
+        self.product(f, [self.d], k_axis="y", n_axis="z")
+        self.forwards, self.saving = 1, True
+
+    def attention(self) -> None:
+        c, y, z, m = self.c, self.y, self.z, self.m
+        q, kv = c.q_dim // y, self.part(c.kv_dim, "y")
+        few = c.kv_heads % (y * z) != 0  # keys and values then come out cut by tokens
+        self.product(self.d, [q, 2 * kv] if few else [q + 2 * kv], "z", "y", whole=few)
+        if self.recompute == "selective":
+            self.save((m * q + 2 * m * kv) // z * self.e)
+            self.forwards, self.saving = 2, False
+        self.attend(few, kv)
+        if self.recompute == "selective":
+            self.forwards, self.saving = 1, True
+        self.product(q, [self.d], k_axis="y", n_axis="z")
+
+    def attend(self, few: bool, kv: int) -> None:
+        c, y, z, m = self.c, self.y, self.z, self.m
+        heads, kv_heads = c.heads // (y * z), c.kv_heads // (y * z)
+        if few:  # gather them, and pick
+            if c.kv_heads % y:
+                self.pair("y", m // z * 2 * ceil_div(c.kv_dim, y) * y)
+                kv = c.kv_dim
+            self.pair("z", m * 2 * kv)
+            kv_heads = self.picked(heads)
+        keys = m * 2 * kv_heads * c.head_dim
+        if c.qk_norm:
+            self.save_unnormed(few, keys // 2)
+        seen = [(self.s, self.s)]  # queries, keys they look at
+        if self.context > 1:
+            keys *= self.context
+            self.pair("x", keys, p=self.context)
+            piece, index = self.s // 2, self.at["x"] % self.context
+            seen = [(piece, (index + 1) * piece), (piece, (2 * self.context - index) * piece)]
+        scores = sum(s * t for s, t in seen)
+        self.cost.flops += (4 * self.forwards + 10) * self.b * heads * scores * c.head_dim
+        outputs = m * heads * c.head_dim
+        saved = outputs + keys  # queries, keys and values
+        if self.context > 1:
+            masks = sum(s * t for s, t in seen if s != t)
+            saved += outputs + masks  # the pieces' outputs before they are joined
+        elif self.policy.activations == "retain" and z > 1:
+            saved += outputs  # else the very tensor that the next product saves
+        self.save(saved * self.e + m * heads * self.wide)  # and the rows' log-sum-exps
+
+    def save_unnormed(self, few: bool, keys: int) -> None:
+        """What the norms of queries and keys saw. The values lie in the same buffer where they are as many as the
+        keys; where x cuts the sequence nobody else saves them."""
+        c = self.c
+        self.save((self.m * c.q_dim // (self.y * self.z) + keys * (1 + (self.context > 1 and not few))) * self.e)
+        if self.e != self.stored:
+            self.save(2 * c.head_dim * self.e // self.parts)  # the weights, made as narrow as the activations
+
+    def picked(self, heads: int) -> int:
+        """How many heads of keys `heads` queries need, or one each where the need is uneven."""
+        first = (self.at["y"] * self.z + self.at["z"]) * heads
+        need = [h * self.c.kv_heads // self.c.heads for h in range(first, first + heads)]
+        each = sorted(set(need))
+        even = [head for head in each for _ in range(heads // len(each))] == need
+        return len(each) if even else heads
+
+    def head(self) -> None:
+        vocab = self.part(self.c.vocab, "y")
+        if not self.c.tied:
+            self.cost.matrices += self.part(vocab, "x") * self.d * self.stored
+            self.bucket(self.stored, self.last)
+            self.gather("x", ceil_div(vocab, self.x) * self.x * self.d)
+        self.in_parts(self.end)
+        self.scatter("x", ceil_div(vocab, self.x) * self.x * self.d)  # dW
+        for axis in ("x", "z", "data"):
+            self.reduce(axis, 2, self.wide)  # loss and count
+        self.save(ceil_div(vocab, self.x) * self.d * self.stored + self.wide)  # dW and the count
+
+    def end(self) -> None:
+        """The last norm and the head."""
+        self.norm()
+        vocab = self.part(self.c.vocab, "y")
+        row = self.b * ceil_div(self.c.vocab, self.y)
+        chunk = chunk_rows(self.s, self.z, row, self.policy.head_elements)
+        self.gather("y", self.m * self.d)  # X
+        for _ in range(self.s // chunk):
+            rows = chunk * self.b
+            self.scatter("z", rows * vocab)  # logits
+            self.gather("y", 4 * rows // self.z * self.y, self.wide)  # the parts of each row's loss
+            self.gather("z", rows * vocab)  # dlogits
+        self.scatter("y", self.m * self.d)  # dX
+        self.cost.flops += 3 * 2 * self.m * self.d * vocab
+        self.save(self.m // self.y * self.d * self.e)  # dX

@@ -1,0 +1,1 @@
+"""Running ranks: launch, rendezvous, restart, stop, watchdog, emulated hosts."""

@@ -1,0 +1,338 @@
+"""Start ranks: forked on this machine, or the ones torchrun has started already.
+
+Forking after `import torch` starts eight ranks in hundredths of a second; a spawned one imports torch again.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing import connection, get_context, parent_process
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from cuboid.mesh.device import any_gpu, backend_for, is_gpu, take
+from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
+from cuboid.run.meeting import fresh_store, store_is_old
+from cuboid.run.stop import Stop, leave_signals_to_parent
+from cuboid.run.watch import RankError as RankError
+from cuboid.run.watch import Watch
+
+TIMEOUT = 600.0  # seconds, of a collective
+SIGILL_HINT = (
+    "; the processor refused an instruction: where a virtual machine shows AMX but does not have it, products in bf16 "
+    "work with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 in the environment"
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """What a rank knows of the run it is part of."""
+
+    rank: int
+    size: int
+    device: torch.device
+    local_size: int  # ranks on its host
+    attempt: int = 0  # how often ranks had been started before for the same run
+    stop: Stop | None = None
+    watch: Watch | None = None
+    host: Host | None = None  # of an emulated cluster
+
+    @property
+    def apart(self) -> bool:
+        """Whether messages leave the processors that compute: something can then be hidden."""
+        return is_gpu(self.device) or self.local_size < self.size
+
+
+class RankDied(RankError):
+    """A rank is gone: killed, crashed, out of memory. It has raised nothing that would be raised again."""
+
+
+class RunError(RuntimeError):
+    """What ended a run is no fault of the program, a full disk say; the message says all, and no traceback is shown."""
+
+
+def under_torchrun() -> bool:
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all: rank 0, or the one that will start the ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def join_world(
+    store: dist.Store | None = None, timeout: float = TIMEOUT, attempt: int = 0, stop: Stop | None = None
+) -> World:
+    """Join the process group that the environment describes: NCCL if there is a GPU for this rank, gloo if not."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if store is None and store_is_old():
+        store = fresh_store(rank, size, max(timeout, TIMEOUT))  # who imports late is no stalled collective
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    device = take(local)
+    if not is_gpu(device):
+        _keep_memory()
+    dist.init_process_group(
+        backend_for(device),
+        rank=rank,
+        world_size=size,
+        store=store,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if is_gpu(device) else None,
+    )
+    return World(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), attempt, stop)
+
+
+def _keep_memory() -> None:
+    """Have glibc's allocator keep what is freed. A step's large buffers would go back to the system and come again,
+    with a page fault for every 4 KB: a seventh of the step."""
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+    with suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def _serve(
+    rank: int,
+    size: int,
+    local: int,
+    local_size: int,
+    host: Host | None,
+    door: socket.socket,
+    pipe: connection.Connection,
+    stop: Stop | None,
+    attempt: int,
+    timeout: float,
+) -> None:
+    """A forked rank: run what arrives on the pipe until it closes. The ranks meet behind `door`."""
+    if stop is None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    else:
+        leave_signals_to_parent()
+    where = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    if host is None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        host.enter()
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    store = _meet(rank, size, door)
+    world = replace(join_world(store, timeout, attempt, stop), host=host)
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            task = pipe.recv()
+            if task is None:
+                break
+            fn, args = task
+            try:
+                answer = (True, fn(world, *args))
+            except Exception as error:
+                answer = (False, (error, traceback.format_exc()))
+            sys.stdout.flush()
+            try:
+                pipe.send(answer)
+            except Exception as error:  # the answer cannot be sent as it is
+                pipe.send((False, (RuntimeError(str(error)), traceback.format_exc())))
+    with suppress(Exception):
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """A rank must not train on alone when the process that started it is killed."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _door(cluster: Cluster | None) -> socket.socket:
+    """Where the ranks meet: on loopback alone, or on the first host."""
+    if cluster is None:
+        return socket.create_server(("127.0.0.1", 0))
+    first = cluster.host(0)
+    with first.visit():
+        return socket.create_server((first.address, 0))
+
+
+def _meet(rank: int, size: int, door: socket.socket) -> dist.TCPStore:
+    """Through the door. Where no name service answers, as on an emulated host, the store would complain on stderr."""
+    address, port = door.getsockname()
+    listen = door.detach() if rank == 0 else None
+    stderr = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        return dist.TCPStore(address, port, size, is_master=rank == 0, master_listen_fd=listen)
+    finally:  # what it raises is still seen
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+class Pool:
+    """Ranks that stay up and run one function after another. Fork it before this process uses autograd.
+
+    On a cluster, rank r lives on host r // per_host; without one all are on this machine's loopback.
+
+    >>> with Pool(2) as pool:
+    ...     pool.run(rank_of)
+    [0, 1]
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        cluster: Cluster | None = None,
+        stop: Stop | None = None,
+        attempt: int = 0,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        if ranks < 1:
+            raise ValueError(f"ranks={ranks}: at least one rank is needed")
+        if cluster is not None and ranks != cluster.size * cluster.per_host:
+            raise ValueError(
+                f"{ranks} ranks cannot live {cluster.per_host} on each of {cluster.size} hosts; "
+                "hosts × ranks per host must be the number of ranks"
+            )
+        fork = get_context("fork")
+        self._pipes: list[connection.Connection] = []
+        self._ranks = []
+        with _door(cluster) as door:
+            for rank in range(ranks):
+                ours, theirs = fork.Pipe()
+                local, local_size, host = rank, ranks, None
+                if cluster is not None:
+                    local, local_size = rank % cluster.per_host, cluster.per_host
+                    host = cluster.place(rank)
+                args = (rank, ranks, local, local_size, host, door, theirs, stop, attempt, timeout)
+                process = fork.Process(target=_serve, args=args, daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._ranks.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """`fn(world, *args)` on every rank; the results in rank order. A rank's ValueError or
+        RunError is raised here as such."""
+        for pipe in self._pipes:
+            with suppress(ConnectionError):  # a rank has died already; it is found below
+                pipe.send((fn, args))
+        waiting, answers = dict(enumerate(self._pipes)), {}
+        while waiting:
+            ready = connection.wait([*waiting.values(), *(self._ranks[rank].sentinel for rank in waiting)])
+            # A rank that died comes first: it is the cause, and what others say of it the consequence. Its sentinel
+            # tells; `is_alive` may still say yes.
+            for rank, pipe in sorted(waiting.items(), key=lambda item: self._ranks[item[0]].sentinel not in ready):
+                if pipe in ready:
+                    try:
+                        ok, answer = pipe.recv()
+                    except (EOFError, ConnectionError):
+                        ok, answer = False, (None, "")
+                elif self._ranks[rank].sentinel in ready:
+                    ok, answer = False, (None, "")
+                else:
+                    continue
+                del waiting[rank]
+                if not ok:
+                    if not isinstance(answer[0], ValueError):
+                        rank, answer = self._cause(rank, answer)
+                    self.close(kill=True)
+                    self._fail(rank, *answer)
+                answers[rank] = answer
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def _cause(self, rank: int, answer: tuple[Exception | None, str]) -> tuple[int, tuple[Exception | None, str]]:
+        """Of a rank's failure: another's death, if there is one. Who loses a connection may tell before it shows."""
+        gone = connection.wait([process.sentinel for process in self._ranks], timeout=1)
+        dead = [other for other, process in enumerate(self._ranks) if process.sentinel in gone]
+        return (dead[0], (None, "")) if dead and rank not in dead else (rank, answer)
+
+    def _fail(self, rank: int, error: Exception | None, trace: str) -> None:
+        if isinstance(error, ValueError | RunError | RankError):  # it says all there is to say
+            raise error
+        if trace:
+            raise RankError(f"rank {rank} failed\n{trace}") from error
+        code = self._ranks[rank].exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise RankDied(f"rank {rank} {how}" + SIGILL_HINT * (code == -signal.SIGILL))
+
+    def close(self, kill: bool = False) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+        for process in self._ranks:
+            if kill:
+                process.kill()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close(kill=exc[0] is not None)
+
+
+def rank_of(world: World) -> int:
+    return world.rank
+
+
+def launch(
+    fn: Callable[..., Any],
+    ranks: int = 8,
+    args: Sequence[Any] = (),
+    stop: Stop | None = None,
+    timeout: float = TIMEOUT,
+) -> list[Any]:
+    """Run `fn(world, *args)` on `ranks` ranks of this machine and return what each returned.
+
+    Under torchrun the ranks exist already: this one joins them and the list has its own result alone.
+    """
+    if not under_torchrun():
+        with Pool(ranks, stop=stop, timeout=timeout) as pool:
+            return pool.run(fn, *args)
+    size = int(os.environ["WORLD_SIZE"])
+    if size != ranks:
+        raise ValueError(
+            f"torchrun started {size} ranks but {ranks} are wanted; set --nproc-per-node and --nnodes to match"
+        )
+    if not any_gpu():
+        torch.set_num_threads(1)
+    _end_with_agent()
+    try:
+        world = join_world(None, timeout, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), stop)
+        found = record(fn)(world, *args)  # torchrun's summary then begins with who failed first
+    except ValueError:
+        raise
+    except Exception as error:  # threads that wait for ranks which are gone would keep this one from ending
+        known = isinstance(error, RunError | RankError)
+        print(f"error: {error}" if known else traceback.format_exc(), file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+    dist.destroy_process_group()
+    return [found]
+
+
+def _end_with_agent() -> None:
+    """A killed agent of torchrun leaves its ranks behind; they must not hold the others up, nor train on alone."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(OSError, AttributeError):  # not on Linux
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,247 @@
+"""The watch: a rank that stalls, dies or fails ends all ranks, in a set time, with a message that says which and where.
+
+A step pays nothing for it but a note of each collective in a journal. One thread looks on whether the rank gets on;
+another asks the run's store, now and then, whether a rank has raised the alarm. Then every rank puts its account there,
+and who raised the alarm explains from all accounts who did not arrive. The main thread, which wakes up now and then
+while it waits for a collective, raises that; if it hangs elsewhere, the process is ended.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+from cuboid.mesh.journal import Account, Journal, explain, waits
+
+EXIT_CODE = 70  # of a rank that hangs where no exception reaches it
+MOMENT = 3.0  # seconds that the rank which failed has for its own words before others speak of it
+NAP = 0.02  # seconds between two looks
+ALARM, ANSWERS, VERDICT, HEARD = "watch/alarm", "watch/answers", "watch/verdict", "watch/heard"
+
+
+class RankError(RuntimeError):
+    """A rank failed: this one, or another that this one needs."""
+
+
+class Stalled(RankError):
+    """Ranks did not arrive; the message says which and where."""
+
+
+class Mismatched(RankError):
+    """Ranks did not call the same collectives; the message says which and what."""
+
+
+ERRORS = {"failed": RankError, "stalled": Stalled, "mismatched": Mismatched}
+
+
+@dataclass(frozen=True)
+class Alarm:
+    rank: int
+    why: str = ""  # what the backend said
+    failure: str = ""  # the whole story, if the rank itself failed
+    differ: bool = False  # collectives are known not to match
+
+
+class Watch:
+    """A context manager, on every rank. `limit` is in seconds; outside a `step`, 0, a rank may be busy for longer, but
+    not wait."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store, limit: float) -> None:
+        self.rank, self.size, self.limit = rank, size, limit
+        self.interval = min(max(limit / 50, 0.05), 2.0)
+        self.grace = min(max(limit / 8, 1.0), 10.0)  # for others to answer
+        self.step = 0
+        self._verdict: RankError | None = None
+        self._journals: list[Journal] = []
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # calls of one client wait for each other
+        self._alarm: Alarm | None = None
+        self._wake, self._sent, self._judged, self._closed = (threading.Event() for _ in range(4))
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._keep_time, self._listen)]
+
+    def journal(self, axis: str, group: dist.ProcessGroup) -> Journal:
+        """Of a group of this rank's. The backend's own timeout must not strike before the watch does."""
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2 * self.limit), group)
+        ranks, nap = dist.get_process_group_ranks(group), timedelta(seconds=self.interval)
+        self._journals.append(Journal(axis, ranks, self.rank, nap, self.look))
+        return self._journals[-1]
+
+    def share(self) -> float:
+        """Sums to nothing over all ranks if the collectives of each group were the same."""
+        return sum(journal.share() for journal in self._journals)
+
+    def look(self, error: RuntimeError | None) -> None:
+        """Called by who waits: raise what the watch has found. An `error` of the backend raises the alarm."""
+        if error is not None:
+            self.alarm(Alarm(self.rank, why=str(error)))
+            _until(self._judged.is_set, 4 * self.grace + MOMENT)
+        if self._verdict is not None:
+            raise self._verdict from error
+        if error is not None:
+            raise error
+
+    def disagree(self) -> None:
+        """All ranks know that some collectives of theirs did not match."""
+        self.alarm(Alarm(self.rank, differ=True))
+        _until(self._judged.is_set, 4 * self.grace + MOMENT)
+        raise self._verdict or Mismatched(f"step {self.step}: collectives do not match")
+
+    def alarm(self, alarm: Alarm) -> None:
+        self._alarm = self._alarm or alarm
+        self._wake.set()
+
+    def __enter__(self) -> "Watch":
+        self._unhook = _before_abort(self._aborting)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and error is not self._verdict:
+            at = f" at step {self.step}" if self.step else ""
+            self.alarm(Alarm(self.rank, failure=f"rank {self.rank} failed{at}: {type(error).__name__}: {error}"))
+            _until(self._sent.is_set, self.grace)
+        self._closed.set()
+        self._wake.set()
+        self._unhook()
+        for thread in self._threads:
+            thread.join(2 * self.interval)  # one that hangs in the store stays behind
+
+    # the clock
+
+    def _keep_time(self) -> None:
+        seen, idle, tick = -1, 0.0, time.monotonic()
+        while not self._closed.wait(self.interval):
+            before, tick = tick, time.monotonic()
+            passed = min(tick - before, 2 * self.interval)  # as in `_until`
+            moved = self.step + sum(journal.count + journal.landings for journal in self._journals)
+            busy = not self.step and not any(journal.awaited for journal in self._journals)
+            idle = 0.0 if moved != seen or busy else idle + passed
+            seen = moved
+            if idle > 0.75 * self.limit:
+                self.alarm(Alarm(self.rank))
+            if self._alarm is not None:
+                if not _until(self._sent.is_set, self.grace):
+                    self._blame_keeper()
+                self._end()
+                return
+
+    def _end(self) -> None:
+        """The main thread has a moment to raise the verdict itself."""
+        if not _until(self._judged.is_set, 4 * self.grace + MOMENT):
+            self._blame_keeper()
+        if not _until(self._closed.is_set, self.grace + MOMENT):
+            print(f"error: {self._verdict}", file=sys.stderr, flush=True)
+            os._exit(EXIT_CODE)
+
+    def _aborting(self, _: int) -> None:
+        """In a thread of gloo's, which ends the process when it is sent more than it expects. Not at once."""
+        self.alarm(Alarm(self.rank))
+        _until(self._judged.is_set, 4 * self.grace)
+        _until(lambda: False, MOMENT)
+        print(f"error: {self._verdict}", file=sys.stderr, flush=True)
+
+    def _judge(self, kind: str, text: str) -> None:
+        self._verdict = self._verdict or ERRORS[kind](text)
+        self._judged.set()
+
+    def _blame_keeper(self) -> None:
+        """Without the store nothing can be known but this rank's own account."""
+        silent = "rank 0, which keeps the run's store, did not answer: stopped, dead or cut off"
+        self._judge("stalled", "\n  ".join([f"step {self.step}: {silent}", *waits(self.rank, self._account())]))
+
+    # the store, which this thread alone asks: who does may have to wait for ever
+
+    def _listen(self) -> None:
+        try:
+            while not self._closed.is_set():
+                self._wake.wait(self.interval)
+                if self._alarm is not None or self._store.check([ALARM]):
+                    self._answer()
+                    return
+        except RuntimeError:  # the store is gone
+            self._wake.wait()  # until somebody is missed
+            self._blame_keeper()
+
+    def _answer(self) -> None:
+        store = self._store
+        mine = json.dumps(asdict(self._alarm)) if self._alarm else ""
+        first = Alarm(**json.loads(store.compare_set(ALARM, "", mine) if mine else store.get(ALARM)))
+        self.alarm(first)
+        self._sent.set()
+        if first.failure:
+            _until(lambda: first.rank == self.rank, MOMENT)
+            self._judge("failed", first.failure)
+            return
+        store.set(f"watch/{self.rank}", json.dumps(asdict(self._account())))
+        store.add(ANSWERS, 1)
+        if first.rank == self.rank:
+            store.set(VERDICT, json.dumps(self._collect(first)))
+        found = _until(lambda: store.check([VERDICT]), 2 * self.grace)
+        silent = "stalled", f"step {self.step}: rank {first.rank} raised the alarm and did not answer any more"
+        verdict = json.loads(store.get(VERDICT)) if found else silent
+        store.add(HEARD, 1)
+        if self.rank == 0:  # the store may end with this process
+            _until(lambda: store.add(HEARD, 0) >= store.add(ANSWERS, 0), self.grace)
+        self._judge(*verdict)
+
+    def _collect(self, alarm: Alarm) -> tuple[str, str]:
+        """What all accounts say."""
+        store = self._store
+        _until(lambda: store.add(ANSWERS, 0) == self.size, self.grace)
+        ranks = [rank for rank in range(self.size) if store.check([f"watch/{rank}"])]
+        accounts = {rank: Account.read(json.loads(store.get(f"watch/{rank}"))) for rank in ranks}
+        mismatched, text = explain(accounts, self.size, alarm.differ)
+        heard = f"\n  rank {self.rank} heard: {alarm.why}" if alarm.why else ""
+        return "mismatched" if mismatched else "stalled", text + heard
+
+    def _account(self) -> Account:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        at = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "no place known"
+        return Account(self.step, at, [journal.page() for journal in self._journals])
+
+
+@contextmanager
+def watched(rank: int, size: int, limit: float) -> Iterator[Watch | None]:
+    """A watch over the ranks of the default process group; none where a rank is alone or may stall for ever."""
+    if size == 1 or not limit:
+        yield None
+        return
+    with Watch(rank, size, dist.distributed_c10d._get_default_store(), limit) as watch:
+        yield watch
+
+
+def _until(done: Callable[[], bool], seconds: float) -> bool:
+    """Whether it is done within so many seconds. Time for which this process got no processor counts little: were we
+    held up, so were the others."""
+    left, tick = seconds, time.monotonic()
+    while not done():
+        if left <= 0:
+            return False
+        time.sleep(NAP)
+        before, tick = tick, time.monotonic()
+        left -= min(tick - before, 2 * NAP)
+    return True
+
+
+def _before_abort(call: Callable[[int], None]) -> Callable[[], None]:
+    """Have it called, by whichever thread aborts the process, before that ends. The result undoes it."""
+    libc, handler = ctypes.CDLL(None), ctypes.CFUNCTYPE(None, ctypes.c_int)(call)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    before = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+
+    def undo(_keep: object = handler) -> None:
+        libc.signal(signal.SIGABRT, before)
+
+    return undo

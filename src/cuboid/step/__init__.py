@@ -1,0 +1,1 @@
+"""A training step: weights on their way, and what runs beside what."""
