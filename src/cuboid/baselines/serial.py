@@ -1,6 +1,8 @@
 """One device, in plain PyTorch: the reference every other parallel is held against."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,37 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.comm.flight import Steps
-from cuboid.layers.attention import attend, attend_both_ways, attend_cached, rotate
+from cuboid.layers.attend import Attend
 from cuboid.layers.loss import Loss
-from cuboid.layers.norm import RMSNorm
-from cuboid.layers.product import Linear
-from cuboid.layers.randomness import dropout
+from cuboid.layers.product import Affine
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Axis, Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
-from cuboid.model.parallel import CAUSAL, Attend, Role
+from cuboid.model.cuboid import residual_dropout
+from cuboid.model.parallel import Role
 from cuboid.model.rotary import rotation
+from cuboid.step.op import Ahead, Back, Layer, Local, vjp
 from cuboid.step.schedule import OFF, Schedule
-from cuboid.step.weights import Trail
-
-
-class _Plain:
-    """Weights that are where they are needed."""
-
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
-
-    def __getitem__(self, parameter: nn.Parameter) -> Tensor:
-        return parameter.to(self.dtype or parameter.dtype)
-
-    def along(self, trail: Trail) -> "_Plain":
-        return self
+from cuboid.step.weights import Gathered
 
 
 class Serial:
     schedule: Schedule = OFF
+    retain_weights = False
+    sums_over: Sequence[str] = ()
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
@@ -57,108 +48,112 @@ class Serial:
         turn = rotation(self.config, s) if self.config.rotary else None
         return Place(batch, seq, start, b, s, Axis("x", 1, 0), Index(s, b, d), Index(s, b, v), turn)
 
-    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: _Plain | None = None) -> _Plain:
-        return _Plain(self.dtype)
+    def embed(self, tables: Sequence[nn.Parameter], rows: Sequence[int]) -> Layer:
+        return Rows(tables)
 
-    def open(self, buckets: Sequence[_Plain], last: bool) -> Sequence[None]:
-        return [None] * len(buckets)
+    def norm(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Layer:
+        return norm(weight, bias, self.config.norm_eps)
 
-    def prefetch(self, bucket: _Plain) -> None:
-        pass
+    def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
+        biased = [linear.bias is not None for linear in linears]
+        parameters = [linear.weight for linear in linears] + [each.bias for each in linears if each.bias is not None]
+        return Local(partial(outputs, biased), *parameters, takes="residual", gives="heads" if heads else "inner")
 
-    def keep(self, bucket: _Plain) -> None:
-        pass
+    def attend(self, norms: Sequence[nn.Parameter] = (), causal: bool = True) -> Layer:
+        c, alone = self.config, Axis("", 1, 0)
+        return Attend(c.heads, c.kv_heads, c.head_dim, alone, alone, norms, c.norm_eps, causal)
 
-    def gather(self, bucket: _Plain, opened: None) -> _Plain:
-        return bucket
+    def out_of(self, linear: Affine, heads: bool = False) -> Layer:
+        parameters = [p for p in (linear.weight, linear.bias) if p is not None]
+        return Local(F.linear, *parameters, takes="attended" if heads else "inner", gives="residual")
 
-    def release(self, bucket: _Plain) -> None:
-        pass
+    def dropout(self, name: str) -> Layer:
+        return residual_dropout(self.config, name)
 
-    def embed(self, ids: Tensor, tables: Sequence[tuple[_Plain, nn.Parameter]], place: Place) -> Steps:
-        (W, table), *learned = tables
-        X = F.embedding(ids, W[table])
-        for W, positions in learned:
-            X = X + W[positions][place.positions, None]
-        return X
+    def logits(self, weight: nn.Parameter, rows: int) -> Layer:
+        return self.into([Affine(weight, None, (rows, self.config.hidden))])
+
+    def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
+        return OnTheSpot(weight, cross_entropy)
+
+
+def norm(weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> Layer:
+    """Of rows that are whole. RMSNorm is made again in backward: PyTorch keeps several tensors as large as X of it."""
+    if bias is None:
+        scaled = Local(lambda X, w: F.rms_norm(X, w.shape, w, eps), weight, keep_inputs=True)
+    else:
+        scaled = Local(lambda X, w, b: F.layer_norm(X, w.shape, w, b, eps), weight, bias)
+    scaled.takes = scaled.gives = "residual"
+    return scaled
+
+
+def outputs(biased: Sequence[bool], X: Tensor, *parameters: Tensor) -> Any:
+    """X [s, b, k] times each weight, plus its bias: the weights come first, then the biases there are."""
+    weights, biases = parameters[: len(biased)], iter(parameters[len(biased) :])
+    Ys = [F.linear(X, W, next(biases) if has else None) for W, has in zip(weights, biased, strict=True)]
+    return tuple(Ys) if len(Ys) > 1 else Ys[0]
+
+
+class Rows:
+    """ids [s, b] -> [s, b, d], the sum over tables of their rows: the tokens' and the positions'."""
+
+    takes, gives = "ids", "residual"
+
+    def __init__(self, tables: Sequence[nn.Parameter]) -> None:
+        self.tables = tables
+
+    def __call__(self, ids: Tensor, w: Gathered, at: Any) -> Steps:
+        def rows(table: Tensor, *learned: Tensor) -> Tensor:
+            X = F.embedding(ids, table)
+            return X + learned[0][at.place.positions, None] if learned else X
+
+        if not at.train:
+            return rows(*(w[table] for table in self.tables)), None
+        X, back = vjp(rows, *(w[table] for table in self.tables))
+
+        def run(dX: Tensor, w: Gathered, before: Ahead) -> Steps:
+            for table, gradient in zip(self.tables, back(dX), strict=True):
+                w.add(table, gradient)
+            return None
+            yield
+
+        return X, Back(run)
         yield
 
-    def norm(self, X: Tensor, W: _Plain, weight: nn.Parameter, bias: nn.Parameter | None) -> Steps:
-        if bias is None:
-            return RMSNorm.apply(X, W[weight], self.config.norm_eps)
-        return F.layer_norm(X, weight.shape, W[weight], W[bias], self.config.norm_eps)
+
+@dataclass(eq=False)
+class OnTheSpot:
+    """X [s, b, d] -> [sum of losses, how many count], of `losses(X, W, targets, loss)`. It is differentiated in forward,
+    so that the logits need not be saved; in fp32 or better, so that in fp16 no sum overflows."""
+
+    weight: nn.Parameter
+    losses: Callable[[Tensor, Tensor, Tensor, Loss], Tensor]
+    takes: str = "residual"
+    gives: str = "loss"
+
+    def __call__(self, X: Tensor, w: Gathered, at: Any) -> Steps:
+        loss, W = at.loss or Loss(), w[self.weight]
+        W = W.to(torch.promote_types(W.dtype, torch.float32))
+        count = (at.targets != loss.ignore_index).sum().to(W.dtype)
+        if not at.train:
+            return torch.stack((self.losses(X, W, at.targets, loss), count)), None
+        total, back = vjp(partial(self.losses, targets=at.targets, loss=loss), X, W)
+        dX, dW = back(torch.ones_like(total))
+        w.add(self.weight, dW)
+
+        def run(scale: Tensor, w: Gathered, before: Ahead) -> Steps:
+            return (dX * scale).to(dX.dtype)
+            yield
+
+        return torch.stack((total, count)), Back(run)
         yield
-
-    def into(self, X: Tensor, W: _Plain, linears: Sequence[Linear], heads: Sequence[int] = ()) -> Steps:
-        Ys = [F.linear(X, W[linear.weight], None if linear.bias is None else W[linear.bias]) for linear in linears]
-        return [Y.unflatten(-1, (h, -1)) for Y, h in zip(Ys, heads, strict=True)] if heads else Ys
-        yield
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
-        if how.norms is not None:
-            q, k = (RMSNorm.apply(x, w, self.config.norm_eps) for x, w in zip((q, k), how.norms, strict=True))
-        return attend_whole(q, k, v, place, how)
-        yield
-
-    def out_of(self, X: Tensor, W: _Plain, linear: Linear, heads: int = 0) -> Steps:
-        return F.linear(X, W[linear.weight], None if linear.bias is None else W[linear.bias])
-        yield
-
-    def dropout(self, X: Tensor, key: int, place: Place) -> Tensor:
-        return dropout(X, self.config.dropout, key, place.residual)
-
-    def logits(self, X: Tensor, W: _Plain, weight: nn.Parameter) -> Steps:
-        return F.linear(X, W[weight])
-        yield
-
-    def to_head(self, X: Tensor) -> Tensor:
-        return X
-
-    def head_loss(self, parts: Sequence[Tensor], W: _Plain, weight: nn.Parameter, targets: Tensor, loss: Loss) -> Steps:
-        (X,) = parts
-        return _HeadLoss.apply(X, W[weight], targets, loss)
-        yield
-
-
-def attend_whole(q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend) -> Tensor:
-    """Attention where a rank has the whole sequence of its heads."""
-    if place.turn is not None:
-        q, k = rotate(q, place.turn), rotate(k, place.turn)
-    if how.cache is not None:
-        return attend_cached(q, k, v, how.cache, place.seq)
-    return attend(q, k, v) if how.causal else attend_both_ways(q, k, v, place.seq)
 
 
 def cross_entropy(X: Tensor, W: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-    """The loss as a textbook has it."""
-    logits = F.linear(X, W).flatten(0, 1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    count = (targets != loss.ignore_index).sum().clamp(min=1)
-    total = F.cross_entropy(
-        logits,
-        targets.flatten(),
-        ignore_index=loss.ignore_index,
-        label_smoothing=loss.label_smoothing,
-        reduction="sum",
-    )
+    """The sum of losses as a textbook has it, in the precision of W."""
+    logits, targets = F.linear(X.to(W.dtype), W).flatten(0, 1), targets.flatten()
+    options = {"ignore_index": loss.ignore_index, "label_smoothing": loss.label_smoothing}
+    total = F.cross_entropy(logits, targets, reduction="sum", **options)  # type: ignore[arg-type]
     if loss.z_loss:
-        lse = logits.logsumexp(-1)
-        total = total + loss.z_loss * (lse.square() * (targets.flatten() != loss.ignore_index)).sum()
-    return total / count
-
-
-class _HeadLoss(torch.autograd.Function):
-    """Differentiated on the spot, so that the logits need not be saved."""
-
-    @staticmethod
-    def forward(ctx: Any, X: Tensor, W: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-        with torch.enable_grad():
-            X, W = X.detach().requires_grad_(), W.detach().requires_grad_()
-            value = cross_entropy(X, W, targets, loss)
-            ctx.save_for_backward(*torch.autograd.grad(value, (X, W)))
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        dX, dW = ctx.saved_tensors
-        return dX * dloss, dW * dloss, None, None
+        total = total + loss.z_loss * (logits.logsumexp(-1).square() * (targets != loss.ignore_index)).sum()
+    return total

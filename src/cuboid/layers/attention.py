@@ -1,14 +1,11 @@
 """Attention of whole sequences, and rotary positions. Nothing here knows of devices."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from cuboid.mesh.device import is_gpu
-from cuboid.step.fuse import Fuse, plain
 
 
 class Cache:
@@ -26,33 +23,11 @@ class Cache:
         return self.k, self.v
 
 
-class _Rotate(torch.autograd.Function):
-    """Saves nothing: a rotation's transpose is the rotation back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, fuse: Fuse) -> Tensor:
-        ctx.turn, ctx.fuse = (cos, sin), fuse
-        y: Tensor = fuse(_turned)(x, cos, sin)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.fuse(_turned_back)(dy, *ctx.turn), None, None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + e/2) of the features of x [s, b, h, e] by its position's angle; cos and sin [s, 1, 1, e/2] in
+    fp32 or better."""
     a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
-def _turned_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _turned(x, cos, -sin)
-
-
-def rotate(x: Tensor, turn: tuple[Tensor, Tensor], fuse: Fuse = plain) -> Tensor:
-    """Turn each pair (i, i + e/2) of the features of x [s, b, h, e] by its position's angle."""
-    cos, sin = (part.to(torch.promote_types(x.dtype, torch.float32)) for part in turn)
-    return _Rotate.apply(x, cos, sin, fuse).to(x.dtype)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

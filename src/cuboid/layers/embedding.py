@@ -1,4 +1,4 @@
-"""Look up token (and position) rows in tables cut over the vocabulary by y, over the features by z.
+"""Look up token (and position) rows in tables split over the vocabulary by y, over the features by z.
 
     forward    X = RS_y( rows of this y's block of the table, zero where the token is another's )
     backward   dTable = rows of AG_y(dX) added up
@@ -16,28 +16,58 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.comm.collectives import all_gather, reduce_scatter
-from cuboid.comm.flight import Flight, Pause, Steps, token
+from cuboid.comm.flight import Pause, Steps
+from cuboid.mesh.layout import cut
 from cuboid.mesh.mesh import Axis
-from cuboid.step.weights import Weights
+from cuboid.step.op import Ahead, Back
+from cuboid.step.weights import Gathered
 
 
-@dataclass
+@dataclass(eq=False)
 class Lookup:
-    """What the two nodes of one look-up share. `ids` are those of all tokens of this rank's x-slice."""
+    """ids [s, b] -> [s/y, b, d/z], the sum over tables of their rows: of the tokens' and, if there is a second table, of
+    the positions'. `rows` are the global numbers of rows."""
 
-    ids: Sequence[Tensor]  # for each table, ids that broadcast to [s, b]
-    starts: Sequence[int]  # for each table, the first row of this rank's block
+    tables: Sequence[nn.Parameter]
+    rows: Sequence[int]
     y: Axis
-    flight: Flight | None = None
+    takes: str = "ids"
+    gives: str = ""
+
+    def __call__(self, ids: Tensor, w: Gathered, at: Any) -> Steps:
+        all_ids = (ids, at.place.positions[:, None])[: len(self.tables)]
+        starts = [cut(n, self.y.size, self.y.index)[0] for n in self.rows]
+        partial = None
+        for table, each, start in zip(self.tables, all_ids, starts, strict=True):
+            rows = _rows(w[table], each, start)
+            partial = rows if partial is None else partial.add_(rows)
+        assert partial is not None
+        flight, pause = reduce_scatter(partial, self.y), Pause(sent=partial.nbytes * (1 - 1 / self.y.size))
+        del partial, rows, w
+        yield pause
+        X = flight.wait()
+        del flight
+
+        def run(dX_s: Tensor, w: Gathered, before: Ahead) -> Steps:
+            flight = all_gather(dX_s, self.y)
+            del dX_s
+            yield pause
+            dX = flight.wait()
+            del flight
+            for table, each, start in zip(self.tables, all_ids, starts, strict=True):
+                if table.requires_grad:
+                    _add_rows(dX, each, start, *w.gradient([table], wide=True, extra=1))
+
+        return X, Back(run) if at.train else None
 
 
-def lookup(tables: Sequence[tuple[Weights, nn.Parameter]], call: Lookup) -> Steps:
-    """Σ over tables of the rows of `call.ids` -> [s/y, b, d]"""
-    values = [W[table] for W, table in tables]
-    launched = _Launch.apply(call, *values)
-    row = values[0].shape[1] * values[0].element_size()
-    yield Pause(sent=call.ids[0].numel() * row * (1 - 1 / call.y.size))
-    return _Wait.apply(launched, call)
+def _add_rows(dX: Tensor, ids: Tensor, start: int, total: Tensor, add: bool) -> None:
+    """Into the gradient of a block of the table, whose last row takes what is another's."""
+    own = _own(ids, start, total.shape[0] - 1)
+    dRows = dX.sum_to_size(*own.shape, dX.shape[-1])
+    if not add:
+        total.zero_()
+    total.index_add_(0, own.reshape(-1), dRows.reshape(-1, total.shape[1]).to(total.dtype))
 
 
 def _own(ids: Tensor, start: int, rows: int) -> Tensor:
@@ -53,44 +83,3 @@ def _rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
         return table.new_zeros(*ids.shape, table.shape[1])
     own = _own(ids, start, n)
     return F.embedding(own.clamp(max=n - 1), table).mul_((own < n)[..., None])
-
-
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Lookup, *tables: Tensor) -> Tensor:
-        ctx.call = call
-        ctx.like = [(table.shape, table.dtype) for table in tables]
-        partial = None
-        for ids, start, table in zip(call.ids, call.starts, tables, strict=True):
-            rows = _rows(table, ids, start)
-            partial = rows if partial is None else partial.add_(rows)
-        assert partial is not None
-        call.flight = reduce_scatter(partial, call.y)
-        return token(partial)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        call = ctx.call
-        dX, call.flight = call.flight.wait(), None
-        gradients = []
-        for ids, start, (shape, dtype) in zip(call.ids, call.starts, ctx.like, strict=True):
-            own = _own(ids, start, shape[0])
-            dRows = dX.sum_to_size(*own.shape, dX.shape[-1])
-            total = dX.new_zeros(shape[0] + 1, shape[1], dtype=torch.promote_types(dtype, torch.float32))
-            total.index_add_(0, own.reshape(-1), dRows.reshape(-1, shape[1]).to(total.dtype))
-            gradients.append(total[:-1].to(dtype))
-        return None, *gradients
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, launched: Tensor, call: Lookup) -> Tensor:
-        assert call.flight is not None
-        ctx.call = call
-        X_s, call.flight = call.flight.wait(), None
-        return X_s
-
-    @staticmethod
-    def backward(ctx: Any, dX_s: Tensor) -> tuple[Tensor, None]:
-        ctx.call.flight = all_gather(dX_s, ctx.call.y)
-        return token(dX_s), None

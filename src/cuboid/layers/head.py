@@ -1,59 +1,93 @@
 """The head and the loss in one: logits live a chunk of the sequence at a time, and never whole over the vocabulary.
 
-The head is an *into* product (n = y cuts the vocabulary, k = z the features). For each chunk of rows, with (1)–(3):
+The head is an *into* product (n = y splits the vocabulary, k = z the features). For each chunk of rows, with (1)–(3):
 
     logits = RS_z( X W_yᵀ )  [s/z, b, V/y]  ->  loss, dlogits  ->  dX = AG_z(dlogits) W_y,  dW_y += AG_z(dlogits)ᵀ X
 
-and dX is reduce-scattered over y, dW over x, once. The gradients are computed in forward, unscaled, and multiplied
-in backward by dloss / (tokens that count): the largest tensors of the step, partial logits and dlogits, are never
-saved, and the tokens that count need not be known before the loss is. Saved: the shards of dX and dW.
-
-X comes in parts of the batch, each on its way over y since it left the last norm (`to_head`); each part's dX is on its
-way back while the next part is multiplied.
+and dX is reduce-scattered over y, dW over x, once. Gradients are computed in forward, those of the sum of losses, and
+multiplied in backward by dloss / (losses that count): the largest tensors of the step, partial logits and dlogits, are
+never saved, and the losses that count need not be known before they are. Saved: the shards of dX and dW.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter
-from cuboid.comm.flight import Flight, token
+from cuboid.comm.collectives import all_gather, reduce_scatter
+from cuboid.comm.flight import Pause, Steps
 from cuboid.layers.loss import Loss
 from cuboid.layers.product import mm
-from cuboid.mesh.layout import ceil_div
-from cuboid.mesh.mesh import Axis, Mesh
-from cuboid.step.weights import Bucket, Weights
+from cuboid.mesh.layout import ceil_div, cut
+from cuboid.mesh.mesh import Mesh
+from cuboid.step.op import Ahead, Back
+from cuboid.step.weights import Gathered
 
+@dataclass(eq=False)
+class HeadLoss:
+    """X [s/y, b, d/z] -> [sum of losses, how many count] of this rank's rows, in fp32 or better. At most `elements` of
+    partial logits live at a time."""
 
-@dataclass
-class Rows:
-    """A part of X on its way in, and of dX on its way out."""
-
-    X: Flight | None = None
-    dX_s: Tensor | None = None
-
-
-#: Rows, and the token that ties the head to what made them.
-Launched = tuple[Tensor, Rows]
-
-
-@dataclass
-class Head:
-    """What the head knows besides X and W."""
-
-    bucket: Bucket
     weight: nn.Parameter
-    rows: Sequence[Rows]
-    targets: Tensor  # [s, b] of this rank's x-slice
-    start: int  # first class of this rank's block
     vocab: int
-    loss: Loss
     mesh: Mesh
-    chunk: int  # rows of the sequence at a time
-    train: bool
+    elements: int
+    takes: str = ""
+    gives: str = "loss"
+
+    def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
+        mesh, (s, b) = self.mesh, at.targets.shape
+        flight, sent, width = all_gather(X_s, mesh.y), X_s.nbytes * (mesh.y.size - 1), X_s.shape[-1]
+        del X_s
+        yield Pause(sent, 6 * s * b * width * self.vocab / mesh.y.size)
+        X, train = flight.wait(), at.train and self.weight.requires_grad
+        sums = torch.zeros(2, dtype=torch.promote_types(X.dtype, torch.float32), device=X.device)
+        dW = None
+        if train:
+            dW, found = w.gradient([self.weight], wide=True)
+            dW = dW if found else dW.zero_()
+        dX = self._rows(X, w, at, sums, dW)
+        del flight, X, dW, w
+        if dX is None:
+            return sums, None
+        flight = reduce_scatter(dX, mesh.y)
+        del dX
+        yield Pause(sent)
+        dX_s = [flight.wait()]
+        del flight
+
+        def run(scale: Tensor, w: Gathered, before: Ahead) -> Steps:
+            before()
+            dX = dX_s.pop()
+            return (dX * scale).to(dX.dtype)
+            yield
+
+        return sums, Back(run)
+
+    def _rows(self, X: Tensor, w: Gathered, at: Any, sums: Tensor, dW: Tensor | None) -> Tensor | None:
+        """dX [s, b, d/z]; losses and dW are added to `sums` and `dW`."""
+        mesh, W, loss, (s, b) = self.mesh, w[self.weight], at.loss or Loss(), at.targets.shape
+        start, _ = cut(self.vocab, mesh.y.size, mesh.y.index)
+        chunk = chunk_rows(s, mesh.z.size, b * ceil_div(self.vocab, mesh.y.size), self.elements)
+        dX = torch.empty_like(X) if at.train else None
+        if X.dtype == torch.float16:
+            w.shrunk = 2.0 ** -max(0, (s * b).bit_length() - 9)  # a sum of s·b terms of up to 128 does not overflow
+        for top in range(0, s, chunk):
+            rows = slice(top, top + chunk)
+            X_m = X[rows].flatten(0, 1)
+            mine = at.targets[rows].chunk(mesh.z.size)[mesh.z.index].flatten()
+            logits = reduce_scatter(X_m @ W.T, mesh.z, dtype=sums.dtype).wait()  # (1)
+            parts = all_gather(loss.parts(logits, mine, start)[None], mesh.y).wait()
+            total, counted, lse = loss.merge(parts, mine, self.vocab)
+            sums += torch.stack((total, counted.to(sums.dtype)))
+            if dX is not None:
+                dlogits = loss.gradient(logits, mine, start, lse, self.vocab)
+                dlogits = all_gather(dlogits.to(X.dtype), mesh.z).wait()
+                mm(dlogits, W, dX[rows].flatten(0, 1), add=False)  # (2)
+                if dW is not None:
+                    mm(dlogits.T, X_m if w.shrunk == 1 else X_m * w.shrunk, dW, add=True)  # (3)
+        return dX
 
 
 def chunk_rows(s: int, z: int, row: int, limit: int) -> int:
@@ -67,86 +101,3 @@ def chunk_rows(s: int, z: int, row: int, limit: int) -> int:
     wanted = ceil_div(s * row, max(limit, 1))
     count = next((n for n in range(wanted, pieces + 1) if pieces % n == 0), pieces)
     return s // count
-
-
-def to_head(X_s: Tensor, y: Axis) -> Launched:
-    """X_s [s/y, b, d/z], on its way."""
-    rows = Rows()
-    return _Launch.apply(X_s, rows, y), rows
-
-
-def head_loss(W: Weights, call: Head, tokens: Sequence[Tensor]) -> Tensor:
-    """The mean loss over the tokens of all ranks."""
-    return _Loss.apply(W[call.weight], call, *tokens)
-
-
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, X_s: Tensor, rows: Rows, y: Axis) -> Tensor:
-        ctx.rows = rows
-        rows.X = all_gather(X_s, y)
-        return token(X_s)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
-        dX_s, ctx.rows.dX_s = ctx.rows.dX_s, None
-        return dX_s, None, None
-
-
-class _Loss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, W: Tensor, call: Head, *_: Tensor) -> Tensor:
-        mesh, ctx.call = call.mesh, call
-        wide = torch.promote_types(W.dtype, torch.float32)
-        sums = torch.zeros(2, dtype=wide, device=W.device)  # loss, tokens that count
-        dW = torch.zeros_like(W, dtype=wide) if call.train else None
-        dX_s = []
-        for rows, targets in zip(call.rows, call.targets.chunk(len(call.rows), 1), strict=True):
-            assert rows.X is not None
-            X, rows.X = rows.X.wait(), None
-            dX = _part(X, W, targets, call, sums, dW)
-            if dX is not None:
-                dX_s.append(reduce_scatter(dX, mesh.y))
-            del X, dX
-        if dW is not None:
-            dW_s = call.bucket.reduce_one(call.weight, dW.to(W.dtype))
-        for axis in (mesh.x, mesh.z, mesh.data):
-            sums = all_reduce(sums, axis).wait()
-        count = sums[1].clamp(min=1)
-        if dW is not None:
-            landed = [flight.wait() for flight in dX_s]
-            ctx.save_for_backward(count, dW_s.wait(), *landed)
-        return sums[0] / count
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        call: Head = ctx.call
-        count, dW_s, *dX_s = ctx.saved_tensors
-        scale = dloss / count
-        for rows, each in zip(call.rows, dX_s, strict=True):
-            rows.dX_s = each * scale.to(each.dtype)
-        call.bucket.add(call.weight, dW_s * scale)
-        return None, None, *(token(each) for each in dX_s)
-
-
-def _part(X: Tensor, W: Tensor, targets: Tensor, call: Head, sums: Tensor, dW: Tensor | None) -> Tensor | None:
-    """dX [s, b, d/z] of a part of the batch, whose loss and dW are added to `sums` and `dW`; None where there is no
-    dW."""
-    mesh, dX = call.mesh, None if dW is None else torch.empty_like(X)
-    for top in range(0, X.shape[0], call.chunk):
-        rows = slice(top, top + call.chunk)
-        X_m = X[rows].flatten(0, 1)
-        mine = targets[rows].chunk(mesh.z.size)[mesh.z.index].flatten()
-        logits = reduce_scatter(X_m @ W.T, mesh.z, dtype=sums.dtype).wait()  # (1)
-        parts = all_gather(call.loss.parts(logits, mine, call.start)[None], mesh.y).wait()
-        loss, counted, lse = call.loss.merge(parts, mine, call.vocab)
-        sums += torch.stack((loss, counted.to(sums.dtype)))
-        if dX is not None and dW is not None:
-            dlogits = call.loss.gradient(logits, mine, call.start, lse, call.vocab)
-            dlogits = all_gather(dlogits.to(X.dtype), mesh.z).wait()
-            mm(dlogits, W, dX[rows].flatten(0, 1), add=False)  # (2)
-            if dW.dtype == X.dtype:
-                dW.addmm_(dlogits.T, X_m)  # (3)
-            else:
-                dW += dlogits.T @ X_m
-    return dX

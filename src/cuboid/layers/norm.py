@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of rows whose features are cut over z.
+"""LayerNorm and RMSNorm of rows whose features are split over z.
 
 A row's statistics are merged from its parts': (mean, M2) by Chan's rule, since E[x²]−E[x]² loses everything to rounding
 when the mean is large; Σx² for RMSNorm. Backward needs two row sums (one for RMSNorm), all-reduced over z in one call.
@@ -13,39 +13,67 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.comm.collectives import all_gather, all_reduce
-from cuboid.comm.flight import Flight, Pause, Steps, token
+from cuboid.comm.flight import Pause, Steps
 from cuboid.mesh.mesh import Axis
 from cuboid.step.fuse import Fuse, plain
-from cuboid.step.weights import Bucket, Weights
+from cuboid.step.op import Ahead, Back
+from cuboid.step.weights import Gathered
 
 
-@dataclass
-class Norm:
-    """What the two nodes of one norm share."""
+@dataclass(eq=False)
+class Normalise:
+    """x [s, b, d/z] -> the same: LayerNorm with a bias, RMSNorm without."""
 
-    bucket: Bucket
     weight: nn.Parameter
     bias: nn.Parameter | None
     z: Axis
     eps: float
-    centred: bool  # LayerNorm; else RMSNorm
     fuse: Fuse = plain
-    flight: Flight | None = None
-    x: Tensor | None = None
-    backward: tuple[Tensor, Tensor, Tensor] | None = None
+    takes: str = ""
+    gives: str = ""
 
+    def __call__(self, x: Tensor, w: Gathered, at: Any) -> Steps:
+        centred, n = self.bias is not None, x.shape[-1] * self.z.size
+        if self.z.size == 1 and centred and x.dtype.itemsize >= 4:
+            return self._native(x, w, at)
+        flight = (all_gather if centred else all_reduce)(self.fuse(statistics)(x, centred), self.z)
+        pause = Pause(sent=max(x.element_size(), 4) * x.shape[0] * x.shape[1] * (self.z.size - 1))
+        yield pause
+        stats = merge(flight.wait(), n, self.eps, centred)
+        y = self.fuse(scaled)(x, stats, w[self.weight], None if self.bias is None else w[self.bias])
+        del flight, w
 
-def norm(x: Tensor, W: Weights, call: Norm) -> Steps:
-    if call.z.size == 1 and call.bias is not None and x.dtype.itemsize >= 4:
-        return _LayerNorm.apply(x, call, W[call.weight], W[call.bias])
-    launched = _Launch.apply(x, call)
-    yield Pause(sent=launched.element_size() * x.shape[0] * x.shape[1] * (call.z.size - 1))
-    weights = [W[call.weight]] + ([] if call.bias is None else [W[call.bias]])
-    return _Normalise.apply(launched, call, *weights)
+        def run(dy: Tensor, w: Gathered, before: Ahead) -> Steps:
+            g, x_hat, sums, *dw = self.fuse(backward_sums)(dy, x, stats, w[self.weight], n)
+            flight = all_reduce(sums, self.z)
+            self._add(w, *dw)
+            del dy, dw, sums, w
+            yield pause
+            return self.fuse(gradient)(g, x_hat, stats[-1][..., None], flight.wait()[..., None]).to(x.dtype)
+
+        return y, Back(run) if at.train else None
+
+    def _native(self, x: Tensor, w: Gathered, at: Any) -> tuple[Tensor, Back | None]:
+        """PyTorch's own, where z splits nothing; its CPU kernel has statistics as narrow as x."""
+        shape = w[self.weight].shape
+        y, mean, r = torch.native_layer_norm(x, shape, w[self.weight], w[self.bias], self.eps)  # type: ignore[index]
+
+        def run(dy: Tensor, w: Gathered, before: Ahead) -> Steps:
+            backward, weights = torch.ops.aten.native_layer_norm_backward, (w[self.weight], w[self.bias])  # type: ignore[index]
+            dx, *dw = backward(dy.contiguous(), x, shape, mean, r, *weights, [True] * 3)
+            self._add(w, *dw)
+            return dx
+            yield
+
+        return y, Back(run) if at.train else None
+
+    def _add(self, w: Gathered, dw: Tensor, db: Tensor | None = None) -> None:
+        w.add(self.weight, dw)
+        if self.bias is not None and db is not None:
+            w.add(self.bias, db)
 
 
 def statistics(x: Tensor, centred: bool) -> Tensor:
@@ -94,78 +122,3 @@ def gradient(g: Tensor, x_hat: Tensor, r: Tensor, sums: Tensor) -> Tensor:
     if len(sums) == 2:
         dx -= sums[0]
     return dx.mul_(r)
-
-
-class _LayerNorm(torch.autograd.Function):
-    """PyTorch's own, where z cuts nothing; its CPU kernel has statistics as narrow as x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Norm, w: Tensor, b: Tensor) -> Tensor:
-        y, mean, r = torch.native_layer_norm(x, w.shape, w, b, call.eps)
-        ctx.call = call
-        ctx.save_for_backward(x, mean, r)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call, (x, mean, r) = ctx.call, ctx.saved_tensors
-        w, b = call.bucket.again(call.weight), call.bucket.again(call.bias)
-        backward = torch.ops.aten.native_layer_norm_backward
-        dx, dw, db = backward(dy.contiguous(), x, w.shape, mean, r, w, b, [True] * 3)
-        return dx, None, dw, db
-
-
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Norm) -> Tensor:
-        ctx.call = call
-        parts = call.fuse(statistics)(x, call.centred)
-        call.flight = (all_gather if call.centred else all_reduce)(parts, call.z)
-        call.x = x
-        return token(x)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        call = ctx.call
-        dx = call.fuse(gradient)(*call.backward, call.flight.wait()[..., None])
-        call.backward = call.flight = None
-        return dx, None
-
-
-class _Normalise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, launched: Tensor, call: Norm, w: Tensor, b: Tensor | None = None) -> Tensor:
-        assert call.flight is not None
-        assert call.x is not None
-        x, ctx.call = call.x, call
-        stats = merge(call.flight.wait(), x.shape[-1] * call.z.size, call.eps, call.centred)
-        call.flight = call.x = None
-        ctx.save_for_backward(x, stats)
-        y: Tensor = call.fuse(scaled)(x, stats, w, b)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call, (x, stats) = ctx.call, ctx.saved_tensors
-        w, n = call.bucket.again(call.weight), x.shape[-1] * call.z.size
-        g, x_hat, sums, *gradients = call.fuse(backward_sums)(dy, x, stats, w, n)
-        call.flight = all_reduce(sums, call.z)
-        call.backward = g, x_hat, stats[-1][..., None]
-        return token(x), None, *gradients
-
-
-class RMSNorm(torch.autograd.Function):
-    """F.rms_norm, made again in backward: PyTorch's own keeps several tensors as large as X."""
-
-    @staticmethod
-    def forward(ctx: Any, X: Tensor, w: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(X, w)
-        ctx.eps = eps
-        return F.rms_norm(X, w.shape, w, eps)
-
-    @staticmethod
-    def backward(ctx: Any, dY: Tensor) -> tuple[Tensor, Tensor, None]:
-        X, w = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
-        with torch.enable_grad():
-            dX, dw = torch.autograd.grad(F.rms_norm(X, w.shape, w, ctx.eps), (X, w), dY)
-        return dX, dw, None

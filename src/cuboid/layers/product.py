@@ -1,7 +1,7 @@
 """The 3-D parallel product: one equation and its two transposes.
 
-Roles m (tokens), k (in-features), n (out-features). Each matrix is cut along its own two roles and once more along the
-role it lacks:
+Roles m (tokens), k (in-features), n (out-features). Each matrix is split along its own two roles and once more along
+the role it lacks:
 
     X[m k] / n        W[n k] / m        Y[m n] / k
 
@@ -9,122 +9,240 @@ role it lacks:
     dgrad     dX = RS_n( AG_k(dY) · AG_m(W)  )        (2)
     wgrad     dW = RS_m( AG_k(dY)ᵀ · AG_n(X) )        (3)
 
-AG_m and RS_m of the weights are the bucket's (weights.py); the rest is here, as three autograd nodes that share one
-`Product`. A block can be suspended between them, in forward and in backward:
+AG_m and RS_m of the weights are the bucket's (step/weights.py); the rest is here. It pauses wherever it would wait:
 
-    node       forward                            backward
-    launch     launch AG_n(X)                     wait for dX
-    multiply   wait, multiply, launch RS_k(Y)     wait for dY; (2), launch RS_n(dX), and AG_n(X) of the product before
-                                                  this one, which is next in backward; wait for X; (3)
-    finish     wait for Y, add the bias           launch AG_k(dY), and AG_n(X) unless it was kept or is on its way
+    forward    launch AG_n(X) | wait, multiply (1), launch RS_k(Y) | wait, add the bias
+    backward   launch AG_k(dY), and AG_n(X) unless it was kept or is on its way | wait, multiply (2), launch RS_n(dX) and
+               AG_n(X) of the product that backward comes to next, multiply (3) | wait
 
-X may be cut over n by tokens or by heads, Y over k likewise. Cut by heads, the gathered tensor is a stack of blocks,
+X may be split over n by tokens or by heads, Y over k likewise. Split by heads, the gathered tensor is a stack of blocks,
 one per rank, and the product is written block by block, so that neither gather nor scatter needs a copy.
 
-With `chunks` the three nodes do all this for so many chunks of the tokens, one after another: a chunk is the same rows
-of every rank's part. Whole sequences are then put together again in their order; tokens cut over k come out chunk by
-chunk, and an *out of* product that takes as many chunks gives them back in order.
+With `chunks` all this is done for so many chunks of the tokens, one after another: a chunk is the same rows of every
+rank's part. Whole sequences are then put together again in their order; tokens split over k come out chunk by chunk, and
+an *out of* product that takes as many chunks gives them back in order.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cuboid.comm.collectives import all_gather, reduce_scatter
-from cuboid.comm.flight import Flight, Pause, Steps, landed, token
+from cuboid.comm.flight import Flight, Pause, Steps, landed
 from cuboid.mesh.mesh import Axis
-from cuboid.step.weights import Bucket, Weights, joined
+from cuboid.step.op import Ahead, Back
+from cuboid.step.weights import Gathered, joined
 
 
-class Linear(NamedTuple):
+class Affine(NamedTuple):
+    """The parameters of one linear: a weight [n, k], a bias [n], and the global shape of the weight."""
+
     weight: nn.Parameter
     bias: nn.Parameter | None
+    shape: tuple[int, int]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Out:
-    """Outputs that travel in one reduce-scatter: side by side in the last dim, cut over k by heads or by tokens."""
+    """Linears whose outputs travel in one reduce-scatter, side by side in the last dim, split over k by heads or by
+    tokens. `places` are theirs among all outputs of the product."""
 
-    linears: Sequence[Linear]
+    linears: Sequence[Affine]
+    places: Sequence[int]
     heads: bool = False
 
 
-@dataclass
-class Product:
-    """What the nodes of one product share. No tensor stays in it between forward and backward."""
+class Again:
+    """AG_n(X) for backward: kept, or gathered again when somebody first asks for it."""
 
-    bucket: Bucket
+    def __init__(self, launch: Callable[[], list[Flight]] | None, flights: list[Flight]) -> None:
+        self._launch, self._flights = launch, flights
+
+    def launch(self) -> None:
+        if self._launch is not None:
+            launch, self._launch = self._launch, None  # the shard goes with it
+            self._flights = launch()
+
+    def take(self) -> list[Flight]:
+        self.launch()
+        flights, self._flights = self._flights, []
+        return flights
+
+
+@dataclass(eq=False)
+class Product:
+    """X [s, b, k] -> a tensor [s, b, n] for each linear; the tensor itself where there is one linear."""
+
     outs: Sequence[Out]
     k: Axis
     n: Axis
-    heads: bool = False  # X is cut by heads over n; else by tokens
+    heads: bool = False  # X is split by heads over n; else by tokens
     retain: bool = False  # keep AG_n(X) for backward instead of gathering again
-    chunks: int = 1
-    before: "Product | None" = None  # of the same pass: backward comes to it next
-    again: bool = False  # X has been gathered for backward
-    b: int = 0
-    X_s: Tensor | None = None
-    bias: list[Tensor | None] = field(default_factory=list)
-    # of each chunk, and of Y and dY each out of it; X again in backward
-    X: list[Flight] = field(default_factory=list)
-    Y: list[list[Flight]] = field(default_factory=list)
-    dY: list[list[Flight]] = field(default_factory=list)
-    dX: list[Flight] = field(default_factory=list)
+    chunks: int = 1  # at most
+    takes: str = ""
+    gives: str = ""
 
-    @property
-    def linears(self) -> list[Linear]:
-        return [linear for out in self.outs for linear in out.linears]
+    def __post_init__(self) -> None:
+        k, n = self.k.size, self.n.size
+        self.linears = [linear for out in self.outs for linear in out.linears]
+        self.blocks = n if self.heads else 1  # of gathered X
+        self.parts = k if self.heads else 1  # that a chunk of X takes rows from
+        self.out_blocks = [k if out.heads else 1 for out in self.outs]  # of Y before it is scattered
+        self.out_parts = [n if out.heads else 1 for out in self.outs]
+        # those multiplied as one matrix: all of an out, unless each of its blocks has some rows of every weight
+        self.groups = [
+            [out.linears] if blocks == 1 else [[linear] for linear in out.linears]
+            for out, blocks in zip(self.outs, self.out_blocks, strict=True)
+        ]
+        for out in self.outs:
+            biases = [linear.bias for linear in out.linears if linear.bias is not None]
+            assert len(biases) in (0, len(out.linears)), "linears that share a scatter have a bias each or none at all"
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The weights, then the biases there are: the order in which `multiply` takes and differentiates them."""
-        linears = self.linears
-        return [linear.weight for linear in linears] + [linear.bias for linear in linears if linear.bias is not None]
-
-    @property
-    def blocks(self) -> int:
-        """Of gathered X."""
-        return self.n.size if self.heads else 1
-
-    def out_blocks(self, out: Out) -> int:
-        """Of Y before it is scattered."""
-        return self.k.size if out.heads else 1
-
-    def groups(self, out: Out) -> Sequence[Sequence[Linear]]:
-        """Those multiplied as one matrix: all of an out, unless each of its blocks has some rows of every weight."""
-        return [out.linears] if self.out_blocks(out) == 1 else [[linear] for linear in out.linears]
-
-    def gather_X(self, X_s: Tensor) -> None:
-        self.X = [all_gather(chunk, self.n) for chunk in self.cut_X(X_s)]
-
-    def gather_again(self, X_s: Tensor) -> None:
-        if not self.again:
-            self.again = True
-            self.gather_X(X_s)
-
-    def cut_X(self, X_s: Tensor) -> Iterable[Tensor]:
-        return cut(X_s, self.chunks, self.k.size if self.heads else 1)
-
-    def join_X(self, X: Sequence[Tensor]) -> Tensor:
-        return join(X, self.k.size if self.heads else 1)
-
-    def cut_Y(self, Y_s: Tensor, out: Out) -> Iterable[Tensor]:
-        return cut(Y_s, self.chunks, self.n.size if out.heads else 1)
-
-    def join_Y(self, Y: Sequence[Tensor], out: Out) -> Tensor:
-        return join(Y, self.n.size if out.heads else 1)
-
-    def pauses(self, X_s: Tensor) -> tuple[Pause, Pause]:
-        """While X is gathered, and while Y is scattered. Of the whole weights, which all ranks have in common."""
-        shapes = [self.bucket.specs[self.bucket.index(linear.weight)].shape for linear in self.linears]
-        n, k = sum(shape[0] for shape in shapes) / self.n.size, shapes[0][1] / self.k.size
+    def pauses(self, X_s: Tensor) -> tuple[float, float, float]:
+        """Bytes of X and of Y that a rank receives, and FLOPs: of the global weights, which all ranks have in common."""
+        n = sum(linear.shape[0] for linear in self.linears) / self.n.size
+        k = self.linears[0].shape[1] / self.k.size
         m = X_s.shape[0] * X_s.shape[1] * (1 if self.heads else self.n.size)
         X, Y = (m * size * X_s.element_size() * (1 - 1 / axis.size) for size, axis in ((k, self.n), (n, self.k)))
-        return Pause(sent=X, work=2 * m * k * n), Pause(sent=Y)
+        return X, Y, 2 * m * k * n
+
+    def gather(self, X_s: Tensor, chunks: int) -> list[Flight]:
+        return [all_gather(chunk, self.n) for chunk in cut(X_s, chunks, self.parts)]
+
+    def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
+        s, b, _ = X_s.shape
+        chunks = chunk_count(s * (1 if self.heads else self.n.size), self.k.size, self.n.size, self.chunks)
+        X_bytes, Y_bytes, flops = self.pauses(X_s)
+        Xs, regather = self.gather(X_s, chunks), partial(self.gather, X_s, chunks)
+        del X_s
+        yield Pause(X_bytes, flops)
+        kept, Ys = list[Flight](), list[list[Flight]]()
+        while Xs:
+            X = Xs.pop(0).wait()
+            Ys.append([reduce_scatter(Y_mn, self.k) for Y_mn in self.outputs(X, w)])  # (1)
+            if self.retain:
+                kept.append(landed(X))
+            del X
+        biases = [self.bias(i, w) for i in range(len(self.outs))]
+        back = None
+        if at.train:
+            again = Again(None, kept) if self.retain else Again(regather, [])
+            back = Back(partial(self.run, again, (X_bytes, Y_bytes, flops), b, chunks), again.launch)
+            del again
+        widths = [[len(w[linear.weight]) // blocks for linear in out.linears] for out, blocks in self._blocks()]
+        del regather, kept, w
+        yield Pause(Y_bytes)
+        found: list[Any] = [None] * len(self.linears)
+        for i, out in enumerate(self.outs):
+            Y_s = join([unstack(each[i].wait(), b) for each in Ys], self.out_parts[i])
+            Y_s = Y_s if biases[i] is None else Y_s.add_(biases[i])
+            for place, Y in zip(out.places, [Y_s] if len(out.places) == 1 else Y_s.split(widths[i], -1), strict=True):
+                found[place] = Y
+        return tuple(found) if len(found) > 1 else found[0], back
+
+    def _blocks(self) -> Iterable[tuple[Out, int]]:
+        return zip(self.outs, self.out_blocks, strict=True)
+
+    def run(self, again: Again, sizes: Any, b: int, chunks: int, dYs: Any, w: Gathered, before: Ahead) -> Steps:
+        """(2) and (3)."""
+        X_bytes, Y_bytes, flops = sizes
+        flights = self.gather_gradients(dYs if len(self.linears) > 1 else (dYs,), chunks)
+        del dYs
+        again.launch()
+        yield Pause(Y_bytes, 2 * flops)
+        groups = [group for groups in self.groups for group in groups]
+        Ws = [joined([w[linear.weight] for linear in group]) for group in groups]
+        dX_flights, dY_mn = list[Flight](), list[list[Tensor]]()
+        while flights:
+            dY = self.gradients(flights.pop(0), Ws)
+            dX_mk = dY[0].new_empty(self.blocks, dY[0].shape[1], Ws[0].shape[1] // self.blocks)
+            for i, (dY_n, W) in enumerate(zip(dY, Ws, strict=True)):
+                multiply_transposed(dY_n, W, dX_mk, add=i > 0)
+            dX_flights.append(reduce_scatter(dX_mk.flatten(0, 1), self.n))  # (2), under wgrad's product
+            dY_mn.append(dY)
+            del dX_mk, dY
+        before()
+        del Ws
+        w.make(partial(self.weight_gradients, again.take(), dY_mn, w))  # (3)
+        del dY_mn, w
+        yield Pause(X_bytes)
+        return join([unstack(flight.wait(), b) for flight in dX_flights], self.parts)
+
+    def outputs(self, X: Tensor, w: Gathered) -> Iterable[Tensor]:
+        """Y [(blocks m) n] of each out, before it is scattered."""
+        X_mk = stack(X, self.blocks)
+        for groups, blocks in zip(self.groups, self.out_blocks, strict=True):
+            Ws = [joined([w[linear.weight] for linear in group]) for group in groups]
+            Y_mn = X.new_empty(blocks, X_mk.shape[1], sum(W.shape[0] for W in Ws) // blocks)
+            for Y, W in zip(columns(Y_mn, Ws), Ws, strict=True):
+                multiply(X_mk, W, Y)
+            yield Y_mn.flatten(0, 1)
+
+    def bias(self, i: int, w: Gathered) -> Tensor | None:
+        """Of this rank's columns of out i: of all of them split by tokens, of the k-th block split by heads."""
+        block, biases = self.k.index if self.outs[i].heads else 0, [linear.bias for linear in self.outs[i].linears]
+        parts = [w[bias].view(self.out_blocks[i], -1)[block] for bias in biases if bias is not None]
+        return torch.cat(parts) if parts else None
+
+    def gather_gradients(self, dYs: Sequence[Tensor], chunks: int) -> list[list[Flight]]:
+        """AG_k(dY) by chunk and out, launched."""
+        parts = []
+        for out, count in zip(self.outs, self.out_parts, strict=True):
+            mine = [dYs[place] for place in out.places]
+            parts.append(cut(torch.cat(mine, -1) if len(mine) > 1 else mine[0], chunks, count))
+        return [[all_gather(dY, self.k) for dY in chunk] for chunk in zip(*parts, strict=True)]
+
+    def gradients(self, flights: Sequence[Flight], Ws: Sequence[Tensor]) -> list[Tensor]:
+        """dY [blocks, m, n] of each group's weight, gathered."""
+        found: list[Tensor] = []
+        for flight, groups, blocks in zip(flights, self.groups, self.out_blocks, strict=True):
+            found += columns(stack(flight.wait(), blocks), Ws[len(found) : len(found) + len(groups)])
+        return found
+
+    def weight_gradients(self, Xs: list[Flight], dYs: list[list[Tensor]], w: Gathered) -> None:
+        while Xs:
+            X_mk = stack(Xs.pop(0).wait(), self.blocks)
+            groups = [group for groups in self.groups for group in groups]
+            for dY_n, group in zip(dYs.pop(0), groups, strict=True):
+                for linears, dY in _trained(group, dY_n, w):
+                    weights = [linear.weight for linear in linears if linear.weight.requires_grad]
+                    biases = [each.bias for each in linears if each.bias is not None and each.bias.requires_grad]
+                    if weights:
+                        weight_gradient(dY, X_mk, *w.gradient(weights))
+                    if biases:
+                        add_up(dY, *w.gradient(biases))  # dY is whole over k, so db needs no sum over k
+
+
+def _trained(group: Sequence[Affine], dY: Tensor, w: Gathered) -> Iterable[tuple[Sequence[Affine], Tensor]]:
+    """Linears whose gradients are made together, and their part of dY: one by one where some parameters are frozen."""
+    if all(p is None or p.requires_grad for weight, bias, _ in group for p in (weight, bias)):
+        return [(group, dY)]
+    parts = dY.split([w.shape(linear.weight)[0] // dY.shape[0] for linear in group], -1)
+    return [([linear], part) for linear, part in zip(group, parts, strict=True)]
+
+
+def add_up(dY: Tensor, db: Tensor, add: bool) -> None:
+    """db (+)= the sum of dY [blocks, m, n] over m"""
+    if add:
+        db += dY.sum(1, dtype=db.dtype).view(-1)
+    else:
+        torch.sum(dY, 1, dtype=db.dtype, out=db.view(dY.shape[0], -1))
+
+
+def chunk_count(s: int, y: int, z: int, wanted: int) -> int:
+    """Into how many equal chunks of whole rows a sequence of s can be taken, split by y as by z: at most `wanted`.
+
+    >>> chunk_count(48, 2, 3, 4), chunk_count(36, 2, 3, 4)
+    (4, 3)
+    """
+    rows = s // lcm(y, z)
+    return next(n for n in range(min(wanted, rows), 0, -1) if rows % n == 0)
 
 
 def cut(X: Tensor, chunks: int, parts: int) -> Iterable[Tensor]:
@@ -139,122 +257,6 @@ def join(chunks: Sequence[Tensor], parts: int) -> Tensor:
     if len(chunks) == 1:
         return chunks[0]
     return torch.cat([chunk.unflatten(0, (parts, -1)) for chunk in chunks], 1).flatten(0, 1)
-
-
-def product(X_s: Tensor, W: Weights, call: Product) -> Steps:
-    """X_s [s, b, k] -> one tensor [s, b, n] for each of `call.outs`."""
-    call.before, X_before = W.trail.last or (None, None)
-    W.trail.last = call, X_s
-    gathering, scattering = call.pauses(X_s)
-    launched = _Launch.apply(X_s, call)
-    yield gathering
-    multiplied = _Multiply.apply(launched, call, X_before, *(W[parameter] for parameter in call.parameters))
-    yield scattering
-    return _Finish.apply(multiplied, call)
-
-
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, X_s: Tensor, call: Product) -> Tensor:
-        ctx.call = call
-        call.gather_X(X_s)
-        call.b, call.X_s = X_s.shape[1], X_s
-        return token(X_s)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        call: Product = ctx.call
-        dX_s = call.join_X([unstack(flight.wait(), call.b) for flight in call.dX])
-        call.dX = []
-        return dX_s, None
-
-
-class _Multiply(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, launched: Tensor, call: Product, X_before: Tensor | None, *parameters: Tensor) -> Tensor:
-        ctx.call = call
-        values = dict(zip(map(id, call.parameters), parameters, strict=True))
-        kept: list[Tensor] = []
-        while call.X:
-            X = call.X.pop(0).wait()
-            call.Y.append([reduce_scatter(Y_mn, call.k) for Y_mn in outputs(X, call, values)])  # (1)
-            if call.retain:
-                kept.append(X)
-        ctx.save_for_backward(*kept if call.retain else [X_before])
-        call.bias = [bias_of(out, call, values) for out in call.outs]
-        return token(launched)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        call: Product = ctx.call
-        Xs, call.X = [landed(X) for X in ctx.saved_tensors] if call.retain else call.X, []
-        groups = [group for out in call.outs for group in call.groups(out)]
-        Ws = [joined([call.bucket.again(linear.weight) for linear in group]) for group in groups]
-        dYs = []
-        for flights in call.dY:
-            dY = gradients(flights, call, Ws)
-            dX_mk = dY[0].new_empty(call.blocks, dY[0].shape[1], Ws[0].shape[1] // call.blocks)
-            for i, (dY_n, W) in enumerate(zip(dY, Ws, strict=True)):
-                multiply_transposed(dY_n, W, dX_mk, add=i > 0)
-            call.dX.append(reduce_scatter(dX_mk.flatten(0, 1), call.n))  # (2), under wgrad's product
-            dYs.append(dY)
-            del dX_mk
-        call.dY = []
-        if call.before is not None and not call.retain:
-            call.before.gather_again(*ctx.saved_tensors)
-        for flight, dY in zip(Xs, dYs, strict=True):
-            X_mk = stack(flight.wait(), call.blocks)
-            for dY_n, group in zip(dY, groups, strict=True):
-                weight_gradient(dY_n, X_mk, *call.bucket.gradient([linear.weight for linear in group]))  # (3)
-                if biases := [linear.bias for linear in group if linear.bias is not None]:
-                    db, add = call.bucket.gradient(biases)  # dY is whole over k, so db needs no sum over k
-                    db.add_(dY_n.sum(1).view(-1)) if add else torch.sum(dY_n, 1, out=db.view(dY_n.shape[0], -1))
-        return token(Ws[0]), None, None, *[None] * len(call.parameters)
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, multiplied: Tensor, call: Product) -> tuple[Tensor, ...]:
-        ctx.call = call
-        Ys = []
-        for out, flights, bias in zip(call.outs, zip(*call.Y, strict=True), call.bias, strict=True):
-            Y_s = call.join_Y([unstack(flight.wait(), call.b) for flight in flights], out)
-            Ys.append(Y_s if bias is None else Y_s.add_(bias))
-        if not call.retain:
-            ctx.save_for_backward(call.X_s)
-        call.Y, call.bias, call.X_s = [], [], None
-        return tuple(Ys)
-
-    @staticmethod
-    def backward(ctx: Any, *dYs: Tensor) -> tuple[Tensor, None]:
-        call: Product = ctx.call
-        parts = [call.cut_Y(dY, out) for dY, out in zip(dYs, call.outs, strict=True)]
-        call.dY = [[all_gather(dY, call.k) for dY in chunk] for chunk in zip(*parts, strict=True)]
-        if not call.retain:
-            call.gather_again(*ctx.saved_tensors)
-        call.bucket.launch_backward()
-        return token(dYs[0]), None
-
-
-def outputs(X: Tensor, call: Product, values: Mapping[int, Tensor]) -> Iterable[Tensor]:
-    """Y [(blocks m) n] of each out, before it is scattered."""
-    X_mk = stack(X, call.blocks)
-    for out in call.outs:
-        Ws = [joined([values[id(linear.weight)] for linear in group]) for group in call.groups(out)]
-        blocks = call.out_blocks(out)
-        Y_mn = X.new_empty(blocks, X_mk.shape[1], sum(W.shape[0] for W in Ws) // blocks)
-        for Y, W in zip(columns(Y_mn, Ws), Ws, strict=True):
-            multiply(X_mk, W, Y)
-        yield Y_mn.flatten(0, 1)
-
-
-def gradients(flights: Sequence[Flight], call: Product, Ws: Sequence[Tensor]) -> list[Tensor]:
-    """dY [blocks, m, n] of each group's weight, gathered."""
-    found: list[Tensor] = []
-    for flight, out in zip(flights, call.outs, strict=True):
-        own = Ws[len(found) : len(found) + len(call.groups(out))]
-        found += columns(stack(flight.wait(), call.out_blocks(out)), own)
-    return found
 
 
 def stack(X: Tensor, blocks: int) -> Tensor:
@@ -272,16 +274,6 @@ def unstack(X: Tensor, b: int) -> Tensor:
 def columns(Y: Tensor, Ws: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The part of Y [blocks, m, n] that belongs to each weight."""
     return Y.split([W.shape[0] // Y.shape[0] for W in Ws], dim=-1)
-
-
-def bias_of(out: Out, call: Product, values: Mapping[int, Tensor]) -> Tensor | None:
-    """The bias of this rank's columns of Y: of all of them cut by tokens, of the k-th block cut by heads."""
-    biases = [values[id(linear.bias)] for linear in out.linears if linear.bias is not None]
-    assert len(biases) in (0, len(out.linears)), "linears that share a scatter have a bias each or none at all"
-    if not biases:
-        return None
-    block = call.k.index if out.heads else 0
-    return torch.cat([bias.view(call.out_blocks(out), -1)[block] for bias in biases])
 
 
 def pairs(A: Tensor, B: Tensor) -> Iterable[tuple[int, int]]:
@@ -317,8 +309,10 @@ def weight_gradient(dY: Tensor, X: Tensor, dW: Tensor, add: bool) -> None:
 
 
 def mm(A: Tensor, B: Tensor, out: Tensor, add: bool) -> None:
-    """out (+)= A B, into a view."""
-    if add:
+    """out (+)= A B, into a view. A wider `out` adds up matmuls of low precision."""
+    if out.dtype != A.dtype:
+        out.add_(A @ B) if add else out.copy_(A @ B)
+    elif add:
         out.addmm_(A, B)
     else:
         torch.mm(A, B, out=out)

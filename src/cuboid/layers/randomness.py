@@ -61,26 +61,11 @@ def normal(key: int, shape: tuple[int, ...], ranges: tuple[tuple[int, int], ...]
     return out.view(slice_shape)
 
 
-class _Dropout(torch.autograd.Function):
-    """Saves no mask: the key makes it again."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, p: float, key: int, index: tuple[Tensor, Tensor, Tensor]) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.p, ctx.key, ctx.index = p, key, index
-        return x * _keep(p, key, index, x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-        return dy * _keep(ctx.p, ctx.key, ctx.index, dy.dtype), None, None, None
-
-
-def _keep(p: float, key: int, index: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+def dropout(x: Tensor, p: float, key: int, index: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Drop elements of x [s, b, d] by their global indices (positions, samples, features). The mask is made, not kept."""
+    if p == 0:
+        return x
     s, b, d = index
     row = mix((s[:, None] << 32 | b[None, :]) * _GOLDEN + key)
     h = mix(row[..., None] + d * _GOLDEN)
-    return (_shift(h, 40) >= round(p * (1 << 24))).to(dtype) / (1 - p)
-
-
-def dropout(x: Tensor, p: float, key: int, index: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Drop elements of x [s, b, d] by their global indices (positions, samples, features)."""
-    return x if p == 0 else _Dropout.apply(x, p, key, index)
+    return x * ((_shift(h, 40) >= round(p * (1 << 24))).to(x.dtype) / (1 - p))

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ class Axis:
     aside: dist.ProcessGroup | None = None  # a third, for small messages, which would wait behind large ones
     mates: int = 1  # ranks of the group on each host, for broadcasts and sums that go by hosts
     backend: str = ""  # the group's
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
+        return self  # a copy of a model runs on the same ranks
 
 
 class Mesh:
@@ -85,6 +89,9 @@ class Mesh:
     x: Axis
     y: Axis
     z: Axis
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
+        return self  # a copy of a model runs on the same ranks
 
     @classmethod
     def over(cls, device_mesh: DeviceMesh) -> "Mesh":

@@ -1,6 +1,6 @@
 """Which tokens of a batch a rank works on."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,14 @@ class Place:
     residual: Index  # of the residual stream
     logits: Index
     turn: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
+    _turns: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict)  # the same in other precisions
+
+    def rotation(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of rotary positions, for features of this dtype: in fp32 or better."""
+        if self.turn is not None and dtype not in self._turns:
+            cos, sin = (part.to(torch.promote_types(dtype, torch.float32)) for part in self.turn)
+            self._turns[dtype] = cos, sin
+        return self._turns.get(dtype)
 
     def parts(self, count: int) -> list["Place"]:
         """This rank's samples in so many equal parts, or in one where they cannot be cut so."""

@@ -13,34 +13,30 @@ Axis x plays m. When it is longer than the batch it cuts the sequence too: gcd(b
 sequence, dealt from both ends so that causal attention is even, with keys and values gathered over them.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.comm.collectives import collective
-from cuboid.comm.flight import Steps
-from cuboid.layers.attention import attend, attend_both_ways, attend_cached, rotate
-from cuboid.layers.embedding import Lookup, lookup
-from cuboid.layers.head import Head, Launched, chunk_rows, head_loss, to_head
-from cuboid.layers.loss import Loss
-from cuboid.layers.norm import Norm, RMSNorm, norm
-from cuboid.layers.product import Linear, Out, Product, product
+from cuboid.layers.attend import Attend
+from cuboid.layers.embedding import Lookup
+from cuboid.layers.head import HeadLoss
+from cuboid.layers.norm import Normalise
+from cuboid.layers.product import Affine, Out, Product
+from cuboid.layers.randomness import dropout, key_of
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Spec, ceil_div, cut, round_up
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.layout import Spec, cut, round_up
+from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
-from cuboid.model.bucketed import Bucketed
 from cuboid.model.config import ModelConfig
-from cuboid.model.parallel import CAUSAL, Attend, Role
+from cuboid.model.parallel import Role
 from cuboid.model.rotary import rotation
+from cuboid.step.op import Diagonal, Layer
+from cuboid.step.runner import At
 from cuboid.step.schedule import PREFETCH, Schedule
-from cuboid.step.weights import Bucket, Weights
 
 SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
     "into.weight": ((("y", "x"), ("z",)), ()),
@@ -78,7 +74,9 @@ class Policy:
                 raise ValueError(f"policy {name}={getattr(self, name)!r} is not one of regather, retain")
 
 
-class CuboidParallel(Bucketed):
+class CuboidParallel:
+    sums_over = ("x", "z", "data")
+
     def __init__(
         self,
         config: ModelConfig,
@@ -88,7 +86,7 @@ class CuboidParallel(Bucketed):
         schedule: Schedule = PREFETCH,
     ) -> None:
         self.config, self.mesh, self.policy, self.dtype, self.schedule = config, mesh, policy, dtype, schedule
-        self._in_flight: deque[Bucket] = deque()
+        self.retain_weights = policy.weights == "retain"
         config.check(mesh.cuboid, mesh.cuboid.data, 1)
 
     def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
@@ -117,130 +115,57 @@ class CuboidParallel(Bucketed):
         turn = rotation(self.config, positions) if self.config.rotary else None
         return Place(batch, seq, start, samples, positions, context, residual, logits, turn)
 
-    def bucket(self, parameters: Sequence[tuple[nn.Parameter, Spec]], before: Bucket | None = None) -> Bucket:
-        return Bucket(parameters, self.mesh, self.dtype, self.policy.weights == "retain", self._in_flight, before)
-
     # Layers
 
-    def embed(self, ids: Tensor, tables: Sequence[tuple[Weights, nn.Parameter]], place: Place) -> Steps:
-        lengths = (self.config.vocab, self.config.context)
-        starts = [cut(n, self.mesh.y.size, self.mesh.y.index)[0] for n, _ in zip(lengths, tables, strict=False)]
-        all_ids = (ids, place.positions[:, None])[: len(tables)]
-        X = yield from lookup(tables, Lookup(all_ids, starts, self.mesh.y))
-        return X
+    def embed(self, tables: Sequence[nn.Parameter], rows: Sequence[int]) -> Layer:
+        return Lookup(tables, rows, self.mesh.y, gives="residual")
 
-    def norm(self, X: Tensor, W: Weights, weight: nn.Parameter, bias: nn.Parameter | None) -> Steps:
-        eps, fuse = self.config.norm_eps, self.schedule.fuse
-        call = Norm(W.bucket, weight, bias, self.mesh.z, eps, centred=bias is not None, fuse=fuse)
-        Y = yield from norm(X, W, call)
-        return Y
+    def norm(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Layer:
+        fuse = self.schedule.fuse
+        return Normalise(weight, bias, self.mesh.z, self.config.norm_eps, fuse, "residual", "residual")
 
-    def _product(
-        self, X: Tensor, W: Weights, outs: Sequence[Out], k: Axis, n: Axis, heads: bool = False, whole: bool = False
-    ) -> Steps:
-        """In chunks, unless as a `whole`."""
-        retain, s = self.policy.activations == "retain", X.shape[0] * (1 if heads else n.size)
-        chunks = chunk_count(s, k.size, n.size, 1 if whole else self.schedule.chunks)
-        Ys = yield from product(X, W, Product(W.bucket, outs, k, n, heads, retain, chunks))
-        return Ys
-
-    def into(self, X: Tensor, W: Weights, linears: Sequence[Linear], heads: Sequence[int] = ()) -> Steps:
+    def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
         y, z = self.mesh.y, self.mesh.z
-        # outputs whose heads y·z cannot cut come out cut by tokens; `attend` gathers them
+        # outputs whose heads y·z cannot split come out split by tokens; `attend` gathers them
         whole = [bool(heads) and heads[i] % (y.size * z.size) == 0 for i in range(len(linears))]
-        outs = [
-            Out(chosen, by_heads)
-            for by_heads in (True, False)
-            if (chosen := [linear for linear, by in zip(linears, whole, strict=True) if by == by_heads])
-        ]
-        Ys = yield from self._product(X, W, outs, k=z, n=y, whole=bool(heads) and not all(whole))
-        found: dict[int, Tensor] = {}
-        for Y, out in zip(Ys, outs, strict=True):
-            rows = [W[linear.weight].shape[0] // (z.size if out.heads else 1) for linear in out.linears]
-            parts = Y.split(rows, dim=-1) if len(rows) > 1 else (Y,)
-            found.update(zip(map(id, out.linears), parts, strict=True))
-        Ys = [found[id(linear)] for linear in linears]
-        return [Y.unflatten(-1, (-1, self.config.head_dim)) if by else Y for Y, by in zip(Ys, whole, strict=True)]
+        chosen = [[i for i, each in enumerate(whole) if each == by_heads] for by_heads in (True, False)]
+        outs = [Out([linears[i] for i in some], some, whole[some[0]]) for some in chosen if some]
+        chunks = 1 if heads and not all(whole) else self.schedule.chunks
+        gives = "heads" if heads else "inner"
+        return Product(outs, z, y, False, self._retain, chunks, takes="residual", gives=gives)
 
-    def out_of(self, X: Tensor, W: Weights, linear: Linear, heads: int = 0) -> Steps:
-        y, z = self.mesh.y, self.mesh.z
-        (Y,) = yield from self._product(X, W, [Out([linear])], k=y, n=z, heads=bool(heads))
-        return Y
+    def attend(self, norms: Sequence[nn.Parameter] = (), causal: bool = True) -> Layer:
+        c, mesh = self.config, self.mesh
+        dims = c.heads, c.kv_heads, c.head_dim
+        return Attend(*dims, mesh.y, mesh.z, norms, c.norm_eps, causal, self.schedule.fuse)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
-        if k.dim() == 3:  # cut by tokens
-            k, v = yield from self._few_heads(k, v)
-        if how.norms is not None:
-            q, k = (RMSNorm.apply(x, w, self.config.norm_eps) for x, w in zip((q, k), how.norms, strict=True))
-        elif place.turn is not None:
-            v = v.contiguous()  # else the view would keep q's and k's memory as well
-        if place.turn is not None:
-            q, k = (rotate(each, place.turn, self.schedule.fuse) for each in (q, k))
-        if how.cache is not None:
-            return attend_cached(q, k, v, how.cache, place.seq)
-        if place.context.size > 1:
-            k, v = yield from self._whole_sequence(k, v, place.context)
-        if not how.causal:
-            return attend_both_ways(q, k, v, place.seq)
-        if place.context.size == 1:
-            return attend(q, k, v)
-        parts, index = place.context.size, place.context.index
-        piece = len(q) // 2
-        stops = (
-            (index + 1) * piece,
-            (2 * parts - index) * piece,
-        )  # our two pieces' ends: nothing later is looked at
-        q = q.contiguous()  # as with v above
-        return torch.cat([attend(q_i, k[:stop], v[:stop]) for q_i, stop in zip(q.chunk(2), stops, strict=True)])
+    def out_of(self, linear: Affine, heads: bool = False) -> Layer:
+        takes = "attended" if heads else "inner"
+        chunks, outs = self.schedule.chunks, [Out([linear], [0])]
+        return Product(outs, self.mesh.y, self.mesh.z, heads, self._retain, chunks, takes=takes, gives="residual")
 
-    def _few_heads(self, k: Tensor, v: Tensor) -> Steps:
-        """Keys and values of fewer heads than y·z, cut by tokens over z and by features over y: gather them and pick
-        the heads that this rank's queries need."""
-        y, z, config = self.mesh.y, self.mesh.z, self.config
-        first = 0
-        if config.kv_heads % y.size:
-            width = ceil_div(config.kv_dim, y.size)
-            kv = torch.stack([F.pad(part, (0, width - part.shape[-1])) for part in (k, v)])
-            kv = yield from collective("all_gather", kv[None], y)
-            k, v = kv.permute(1, 2, 3, 0, 4).flatten(-2)[..., : config.kv_dim].unbind()  # y 2 s b w -> 2 s b (y w)
-        else:
-            first = y.index * config.kv_heads // y.size
-        kv = yield from collective("all_gather", torch.cat((k, v), -1), z)
-        k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in kv.chunk(2, -1))
-        mine = config.heads // (y.size * z.size)
-        top = (y.index * z.size + z.index) * mine
-        need = [h * config.kv_heads // config.heads - first for h in range(top, top + mine)]
-        each = sorted(set(need))
-        if [head for head in each for _ in range(mine // len(each))] == need:
-            need = each  # every key head serves as many of our queries
-        k, v = (torch.stack([part[:, :, head] for head in need], 2) for part in (k, v))
-        return k, v
+    @property
+    def _retain(self) -> bool:
+        return self.policy.activations == "retain"
 
-    def _whole_sequence(self, k: Tensor, v: Tensor, context: Axis) -> Steps:
-        """Keys and values of all parts of the sequence, in its order."""
-        kv = yield from collective("all_gather", torch.cat((k, v), 2), context)
-        pieces = kv.chunk(2 * context.size)
-        return torch.cat((*pieces[::2], *pieces[::-2])).chunk(2, 2)
+    def dropout(self, name: str) -> Layer:
+        return residual_dropout(self.config, name)
 
-    def logits(self, X: Tensor, W: Weights, weight: nn.Parameter) -> Steps:
-        outs = [Out([Linear(weight, None)])]
-        (Y,) = yield from self._product(X, W, outs, k=self.mesh.z, n=self.mesh.y, whole=True)
-        return Y
+    def logits(self, weight: nn.Parameter, rows: int) -> Layer:
+        linear = Affine(weight, None, (rows, self.config.hidden))
+        return Product([Out([linear], [0])], self.mesh.z, self.mesh.y, takes="residual")
 
-    def to_head(self, X: Tensor) -> Launched:
-        return to_head(X, self.mesh.y)
+    def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
+        return HeadLoss(weight, rows, self.mesh, self.policy.head_elements, takes="residual")
 
-    def head_loss(
-        self, parts: Sequence[Launched], W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss
-    ) -> Steps:
-        mesh, vocab, (s, b) = self.mesh, self.config.vocab, targets.shape
-        start, _ = cut(vocab, mesh.y.size, mesh.y.index)
-        row = b // len(parts) * ceil_div(vocab, mesh.y.size)
-        chunk = chunk_rows(s, mesh.z.size, row, self.policy.head_elements)
-        tokens, rows = zip(*parts, strict=True)
-        call = Head(W.bucket, weight, rows, targets, start, vocab, loss, mesh, chunk, torch.is_grad_enabled())
-        return head_loss(W, call, tokens)
-        yield
+
+def residual_dropout(config: ModelConfig, name: str) -> Layer:
+    """Of the residual stream, by global index; nothing where there is no seed."""
+
+    def drop(at: At, X: Tensor) -> Tensor:
+        return X if at.seed is None else dropout(X, config.dropout, key_of(at.seed, name), at.place.residual)
+
+    return Diagonal(drop)
 
 
 def suitable_schedule(
@@ -258,16 +183,6 @@ def suitable_schedule(
     wanted = (4, 2) if four else (2,)
     parts = next((n for n in wanted if n <= most and samples % n == 0), 1)
     return Schedule(parts=parts) if parts > 1 else Schedule(chunks=min(4, most))
-
-
-def chunk_count(s: int, y: int, z: int, wanted: int) -> int:
-    """Into how many equal chunks of whole rows a sequence of s can be taken, cut by y as by z: at most `wanted`.
-
-    >>> chunk_count(48, 2, 3, 4), chunk_count(36, 2, 3, 4)
-    (4, 3)
-    """
-    rows = s // lcm(y, z)
-    return next(n for n in range(min(wanted, rows), 0, -1) if rows % n == 0)
 
 
 def dealt(s: int, parts: int, index: int) -> tuple[Tensor, ...]:

@@ -1,28 +1,26 @@
-"""Layers, written against a `Parallel`. Each holds its rank's shards under the names of the whole model's parameters.
-
-A layer's `forward` is `Steps`; `W` are the gathered weights of the bucket its parameters travel in. A `Model` makes the
-buckets, one for each of its parts, and gathers them. To write one of your own: docs/your-own-model.md.
+"""Layers and models, written against a `Parallel`. Modules hold a rank's shards under the names of the whole model's
+parameters, and are layers themselves (step/op.py). To write a model of your own: docs/your-own-model.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from cuboid.comm.collectives import all_reduce
-from cuboid.comm.flight import Pause, Steps, run
+from cuboid.comm.flight import Steps
 from cuboid.layers.activation import gelu, swiglu
-from cuboid.layers.attention import Cache
-from cuboid.layers.product import Linear as Weighted
+from cuboid.layers.product import Affine
 from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Mesh
-from cuboid.mesh.place import Place
-from cuboid.model.parallel import Attend, Parallel, Role
+from cuboid.model.parallel import Parallel, Role
+from cuboid.step.op import Layer, Local, chain, fit, recomputed, residual
+from cuboid.step.runner import At, Runner, Stage
+from cuboid.step.schedule import Order
+from cuboid.step.weights import Bucket, Gathered
 
 
 class Declared(NamedTuple):
@@ -69,45 +67,56 @@ def initialise(module: nn.Module, seed: int) -> None:
             parameter.add_(normal(key_of(seed, name), spec.shape, ranges, std).to(parameter))
 
 
+class LayerModule(Module):
+    """A module that is a layer: `self.layer` does what it does."""
+
+    layer: Layer
+
+    @property
+    def takes(self) -> str:
+        return self.layer.takes
+
+    @property
+    def gives(self) -> str:
+        return self.layer.gives
+
+    def forward(self, X: Any, w: Gathered, at: At) -> Steps:
+        return self.layer(X, w, at)
+
+
 class Linear(Module):
     """A weight [n, k] and perhaps a bias [n], for `into` or `out_of` the residual stream."""
 
     def __init__(self, parallel: Parallel, way: str, n: int, k: int, bias: bool, std: float) -> None:
         super().__init__(parallel)
-        assert way in ("into", "out_of")
+        if way not in ("into", "out_of"):
+            raise ValueError(f"a Linear goes {way!r}; say into (it leaves the residual stream) or out_of (it returns)")
         weight: Role = "into.weight" if way == "into" else "out_of.weight"
         self.weight = self.declare("weight", weight, n, k, std=std)
         self.bias = self.declare("bias", "into.bias" if way == "into" else "out_of.bias", n) if bias else None
 
     @property
-    def weighted(self) -> Weighted:
-        return Weighted(self.weight, self.bias)
+    def affine(self) -> Affine:
+        n, k = self.declared["weight"].spec.shape
+        return Affine(self.weight, self.bias, (n, k))
 
 
 class Table(Module):
-    """Rows to look up, cut like the head's weight."""
+    """Rows to look up, split like the head's weight."""
 
     def __init__(self, parallel: Parallel, rows: int, d: int, std: float) -> None:
         super().__init__(parallel)
-        self.weight = self.declare("weight", "table", rows, d, std=std)
+        self.rows, self.weight = rows, self.declare("weight", "table", rows, d, std=std)
 
 
-class Norm(Module):
-    """LayerNorm with a bias, RMSNorm without."""
+class Norm(LayerModule):
+    """residual -> residual: LayerNorm with a bias, RMSNorm without."""
 
     def __init__(self, parallel: Parallel, d: int, bias: bool) -> None:
         super().__init__(parallel)
         self.weight = self.declare("weight", "norm", d, mean=1.0)
         self.bias = self.declare("bias", "norm", d) if bias else None
-
-    def forward(self, X: Tensor, W: Any) -> Steps:
-        Y = yield from self.parallel.norm(X, W, self.weight, self.bias)
-        return Y
-
-
-def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it, save its tensor arguments alone, and call it again in backward. Our random numbers have no state."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        self.layer = parallel.norm(self.weight, self.bias)
 
 
 class HeadNorm(Module):
@@ -118,126 +127,124 @@ class HeadNorm(Module):
         self.weight = self.declare("weight", "head_norm", parallel.config.head_dim, mean=1.0)
 
 
-class Attention(nn.Module):
-    """Of each token to those before it, or, not `causal`, to all."""
+class Attention(LayerModule):
+    """residual -> residual: of each token to those before it, or, not `causal`, to all."""
 
     def __init__(self, parallel: Parallel, recompute: bool = False, causal: bool = True) -> None:
-        super().__init__()
+        super().__init__(parallel)
         c = parallel.config
-        self.recompute, self.causal = recompute, causal
-        self.parallel, self.heads = parallel, (c.heads, c.kv_heads, c.kv_heads)
         self.q = Linear(parallel, "into", c.q_dim, c.hidden, c.qkv_biased, c.init_std)
         self.k = Linear(parallel, "into", c.kv_dim, c.hidden, c.qkv_biased, c.init_std)
         self.v = Linear(parallel, "into", c.kv_dim, c.hidden, c.qkv_biased, c.init_std)
         self.norm_q = HeadNorm(parallel) if c.qk_norm else None
         self.norm_k = HeadNorm(parallel) if c.qk_norm else None
         self.out = Linear(parallel, "out_of", c.hidden, c.q_dim, bool(c.bias), c.init_std / (2 * c.layers) ** 0.5)
-
-    def forward(self, X: Tensor, W: Any, place: Place, cache: Cache | None = None) -> Steps:
-        qkv = [self.q.weighted, self.k.weighted, self.v.weighted]
-        q, k, v = yield from self.parallel.into(X, W, qkv, heads=self.heads)
-        norms = None if self.norm_q is None or self.norm_k is None else (W[self.norm_q.weight], W[self.norm_k.weight])
-        how = Attend(self.causal, cache, norms)
-        if self.recompute and torch.is_grad_enabled():
-            A = recomputed(lambda q, k, v: run(self.parallel.attend(q, k, v, place, how)), q, k, v)
-        else:
-            yield Pause(work=4 * len(q) * q.numel())
-            A = yield from self.parallel.attend(q, k, v, place, how)
-        Y = yield from self.parallel.out_of(A, W, self.out.weighted, heads=self.heads[0])
-        return Y
+        qkv = parallel.into([each.affine for each in (self.q, self.k, self.v)], (c.heads, c.kv_heads, c.kv_heads))
+        attend = parallel.attend([n.weight for n in (self.norm_q, self.norm_k) if n is not None], causal)
+        out = parallel.out_of(self.out.affine, heads=True)
+        self.layer = chain(qkv, recomputed(attend) if recompute else attend, out)
 
 
-class MLP(nn.Module):
+class MLP(LayerModule):
+    """residual -> residual: GELU, or gated with SiLU."""
+
     def __init__(self, parallel: Parallel) -> None:
-        super().__init__()
-        c = parallel.config
-        self.parallel, bias = parallel, bool(c.bias)
+        super().__init__(parallel)
+        c, bias, fuse = parallel.config, bool(parallel.config.bias), parallel.schedule.fuse
         self.gate = Linear(parallel, "into", c.ffn, c.hidden, bias, c.init_std) if c.gated else None
         self.up = Linear(parallel, "into", c.ffn, c.hidden, bias, c.init_std)
         self.down = Linear(parallel, "out_of", c.hidden, c.ffn, bias, c.init_std / (2 * c.layers) ** 0.5)
-
-    def forward(self, X: Tensor, W: Any) -> Steps:
-        if self.gate is None:
-            (u,) = yield from self.parallel.into(X, W, [self.up.weighted])
-            H = gelu(u)
-        else:
-            g, u = yield from self.parallel.into(X, W, [self.gate.weighted, self.up.weighted])
-            H = swiglu(g, u, self.parallel.schedule.fuse)
-        Y = yield from self.parallel.out_of(H, W, self.down.weighted)
-        return Y
+        into = parallel.into([each.affine for each in (self.gate, self.up) if each is not None])
+        bend = Local(gelu) if self.gate is None else Local(fuse(swiglu), keep_inputs=True)
+        self.layer = chain(into, bend, parallel.out_of(self.down.affine))
 
 
-class Block(nn.Module):
+class Block(LayerModule):
     """X + attention(norm(X)), then X + mlp(norm(X))."""
 
     def __init__(self, parallel: Parallel, name: str, recompute_attention: bool = False) -> None:
-        super().__init__()
+        super().__init__(parallel)
         c = parallel.config
-        self.parallel, self.name = parallel, name
         self.norm1 = Norm(parallel, c.hidden, c.norm_bias)
         self.attention = Attention(parallel, recompute_attention)
         self.norm2 = Norm(parallel, c.hidden, c.norm_bias)
         self.mlp = MLP(parallel)
+        drop1, drop2 = ([parallel.dropout(f"{name}.{of}")] if c.dropout else [] for of in ("attention", "mlp"))
+        self.layer = chain(
+            residual(self.norm1, self.attention, *drop1),
+            residual(self.norm2, self.mlp, *drop2),
+        )
 
-    def forward(self, X: Tensor, W: Any, place: Place, seed: int | None = None, cache: Cache | None = None) -> Steps:
-        H = yield from self.norm1(X, W)
-        A = yield from self.attention(H, W, place, cache)
-        X = X + self._dropout(A, place, seed, "attention")
-        H = yield from self.norm2(X, W)
-        M = yield from self.mlp(H, W)
-        return X + self._dropout(M, place, seed, "mlp")
 
-    def _dropout(self, X: Tensor, place: Place, seed: int | None, site: str) -> Tensor:
-        return X if seed is None else self.parallel.dropout(X, key_of(seed, f"{self.name}.{site}"), place)
+class Part(NamedTuple):
+    """A stage as a model describes it: its name, its layer, and the modules whose weights it needs. `again`: backward
+    needs them once more."""
+
+    name: str
+    layer: Layer
+    modules: Sequence[nn.Module]
+    again: bool = True
 
 
 class Model(nn.Module):
-    """A model of parts: the weights of one part travel together, and are whole while it runs.
+    """A model of stages. A subclass makes its modules, describes its stages in `parts`, and calls `finish`.
 
-    A subclass makes its parts and calls `finish`. Its forward begins with `open`, and runs each part inside `weights`.
+    The weights of a module named by a stage travel together, and are unsharded while the stage runs. The last stage
+    gives the sum of losses and how many count; the model's loss is their quotient over all ranks.
     """
 
     def __init__(self, parallel: Parallel) -> None:
         super().__init__()
         self.parallel = parallel
-        self._buckets: dict[nn.Module, Any] = {}
-        self._held_by: dict[int, list[nn.Parameter]] = {}  # so many ranks
+        self._buckets: dict[nn.Module, Bucket] = {}
+        self._replicated: dict[int, list[nn.Parameter]] = {}  # parameters by the number of ranks that hold each
 
-    def finish(
-        self, parts: Sequence[nn.Module], seed: int | None, dtype: torch.dtype, order: Sequence[nn.Module] = ()
-    ) -> None:
-        """Every parameter in one of `parts`; first values by `seed`, or none yet. Of the parts in `order`, the order in
-        which forward runs them, backward gathers the next one's weights while one computes."""
+    def parts(self) -> Sequence[Part]:
+        """The stages, in the order of forward."""
+        raise NotImplementedError("a Model describes its stages in `parts`")
+
+    def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> None:
+        """Check the stages, and give every parameter its first value by `seed`, or none yet."""
+        parts = self.parts()
+        self._check(parts)
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
-        following = dict(zip(order[1:], order, strict=False))
-        for part in parts:  # before there are values: buckets move the shards, and what is empty takes no memory
-            before = self._buckets[following[part]] if part in following else None
-            self._buckets[part] = self.parallel.bucket([(p, d.spec) for _, p, d in declared(part)], before)
+        mesh = self.parallel.mesh
+        for module in dict.fromkeys(module for part in parts for module in part.modules):
+            # before there are values: buckets move the shards, and what is empty takes no memory
+            self._buckets[module] = Bucket([(p, d.spec) for _, p, d in declared(module)], mesh, self.parallel.dtype)
         if seed is not None:
             initialise(self, seed)
         for _, parameter, d in declared(self):
-            self._held_by.setdefault(d.spec.copies(self.parallel.mesh.cuboid), []).append(parameter)
+            self._replicated.setdefault(d.spec.copies(mesh.cuboid), []).append(parameter)
+        self.runner = self.runner_of(parts)
 
-    def open(self, last: bool = True) -> dict[nn.Module, Any]:
-        """Begin a micro-batch. Those that are not the `last` of a step leave their gradients to it: until its backward
-        has run they are sums over a part of the ranks."""
-        return dict(zip(self._buckets, self.parallel.open(list(self._buckets.values()), last), strict=True))
+    def _check(self, parts: Sequence[Part]) -> None:
+        fit([part.name for part in parts], [part.layer for part in parts])
+        names = {parameter: name for name, parameter, _ in declared(self)}
+        used = {p for part in parts for module in part.modules for _, p, _ in declared(module)}
+        missing = [name for parameter, name in names.items() if parameter not in used]
+        if missing:
+            shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            raise ValueError(f"{shown}: in no stage, so no step would train them; name their module in a stage")
 
-    @contextmanager
-    def weights(self, opened: dict[nn.Module, Any], part: nn.Module) -> Iterator[Any]:
-        """The whole weights of a part, for its layers' `W`."""
-        try:
-            yield self.parallel.gather(self._buckets[part], opened[part])
-        finally:
-            self.parallel.release(self._buckets[part])
+    def runner_of(self, parts: Sequence[Part]) -> Runner:
+        sums_over = self.parallel.sums_over
+        stages = [Stage(p.name, p.layer, [self._buckets[m] for m in p.modules], p.again, sums_over) for p in parts]
+        return Runner(stages, self.parallel.mesh, self.parallel.schedule, self.parallel.retain_weights)
+
+    def play(self, batches: Sequence[tuple[Tensor, At]], order: Order | None = None, scale: float = 1.0) -> list[Tensor]:
+        """Forward and backward of several micro-batches, in an order (step/schedule.py) or as the schedule says; their
+        losses. The gradient of `scale` times the mean of the losses is added to the parameters', as `backward()` does,
+        and summed over replicas once."""
+        return self.runner.play(batches, order or self.parallel.schedule.order(len(batches)), scale)
 
     @torch.no_grad()
     def gradient_square(self) -> Tensor:
         """This rank's share of the squared norm of the whole gradient: what several ranks hold, each counts in part.
         Rows are summed in fp32 or better, their sums in fp64: within 1e-8 of fp64 throughout, ten times as fast."""
         total = torch.zeros((), dtype=torch.float64, device=self.parallel.mesh.device)
-        for copies, parameters in self._held_by.items():
+        for copies, parameters in self._replicated.items():
             rows = [_row_norms(parameter.grad) for parameter in parameters if parameter.grad is not None]
             if rows:
                 total += torch.cat(rows).double().square().sum() / copies

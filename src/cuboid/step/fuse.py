@@ -1,6 +1,6 @@
 """Elementwise work as it is written, or each function of it compiled into one kernel.
 
-What is fused is a pure function of tensors: collectives, autograd nodes and what they keep stay outside.
+What is fused is a pure function of tensors: collectives stay outside.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 #: Makes a function of tensors faster, or leaves it as it is.
 Fuse = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -21,9 +20,4 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """By torch.compile, when it is first called; takes seconds then, and a C++ compiler on a CPU."""
-    fast = torch.compile(function, fullgraph=True)
-
-    def call(*args: Any) -> Any:  # from inside an autograd node, which differentiates by itself
-        return fast(*(each.detach() if isinstance(each, Tensor) else each for each in args))
-
-    return call
+    return torch.compile(function, fullgraph=True)

@@ -1,21 +1,24 @@
-"""What is on its way while something else computes, and how that is computed. Times depend on it, values do not.
+"""What overlaps with what: the options of a step, the order of its micro-batches, and how sub-batches take turns.
 
-    prefetch   the next layer's weights are gathered while this one computes, in forward and in backward; the last
-               layer's stay from one to the other
-    parts      a rank's batch goes through the blocks in so many parts, in step: one computes while the others'
-               collectives are in flight; autograd plays the same interleaving backwards
-    chunks     a product takes its tokens so many at a time: one chunk is multiplied while the next is gathered and the
-               one before scattered. For a batch that has no parts
+    prefetch   the next stage's weights are gathered while this one computes, in forward and in backward; the last
+               block's stay from one to the other
+    parts      the number of sub-batches that a rank's micro-batch is split into: one computes while the collectives of
+               the others are in flight
+    chunks     a linear takes its tokens in so many chunks: one is multiplied while the next is gathered and the one
+               before is scattered. For a micro-batch that cannot be split
     compile    elementwise work is fused by torch.compile: values then differ in rounding
+    beside     the forward of a micro-batch runs beside the backward of the one before it
 
-What a product can hide by itself it always does: X's second gather under dX's product, dX's scatter under dW's, and
-dW's scatter under everything that follows. On a `Mesh` made with `overlap=False` every collective is awaited where it
-is launched, whatever the schedule.
+The order of a step is data: forwards F, backwards B and weight gradients W of numbered micro-batches, those joined by
+`+` beside each other. `"F0 F1+B0 B1"` runs two micro-batches, the second's forward beside the first's backward.
+
+What a linear can overlap by itself it always does: X's second gather under dX's matmul, dX's scatter under dW's. On a
+`Mesh` made with `overlap=False` every collective is awaited where it is launched, whatever the schedule.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuboid.comm.flight import Steps
 from cuboid.step.fuse import Fuse, compiled, plain
@@ -27,10 +30,14 @@ class Schedule:
     parts: int = 1
     chunks: int = 1
     compile: bool = False
+    beside: bool = False
 
     @property
     def fuse(self) -> Fuse:
         return compiled if self.compile else plain
+
+    def order(self, count: int) -> "Order":
+        return beside(count) if self.beside else in_turn(count)
 
     def __post_init__(self) -> None:
         for name in ("parts", "chunks"):
@@ -40,26 +47,86 @@ class Schedule:
 
 OFF, PREFETCH = Schedule(prefetch=False), Schedule()
 
-#: How many pauses a part may be ahead of another: less than a block has, so that two blocks' weights are enough.
+
+# The order of micro-batches
+
+
+class Move(NamedTuple):
+    """F: a forward, B: a backward, W: the weight gradients that it left."""
+
+    kind: str
+    batch: int
+
+
+Order = Sequence[Sequence[Move]]  # moves of one element run beside each other
+
+
+def in_turn(count: int) -> Order:
+    """Forward and backward of one micro-batch after another."""
+    return [[Move(kind, i)] for i in range(count) for kind in "FB"]
+
+
+def beside(count: int) -> Order:
+    """Each forward beside the backward of the micro-batch before it.
+
+    >>> beside(2) == parse("F0 F1+B0 B1")
+    True
+    """
+    inner = [[Move("F", i), Move("B", i - 1)] for i in range(1, count)]
+    return [[Move("F", 0)], *inner, [Move("B", count - 1)]]
+
+
+def parse(text: str) -> Order:
+    """An order as a person writes it. Raises where a micro-batch is run backward before it is run forward, twice, or
+    not at all."""
+    order = [[Move(each[:1], int(each[1:] or -1)) for each in moves.split("+")] for moves in text.split()]
+    done: set[Move] = set()
+    for moves in order:
+        for move in moves:
+            needed = {"F": None, "B": Move("F", move.batch), "W": Move("B", move.batch)}
+            if move.kind not in needed or move in done or (needed[move.kind] or move) not in done | {move}:
+                raise ValueError(
+                    f"order {text!r}: {move.kind}{move.batch} cannot run there; each micro-batch has one F, then one B "
+                    "and, in an order with weight gradients, one W, such as 'F0 F1+B0 W0 B1 W1'"
+                )
+        done |= set(moves)
+    batches = {move.batch for move in done}
+    kinds = "FBW" if any(move.kind == "W" for move in done) else "FB"
+    missing = sorted(f"{kind}{i}" for i in batches for kind in kinds if Move(kind, i) not in done)
+    if missing:
+        raise ValueError(f"order {text!r} lacks {', '.join(missing)}; every micro-batch needs one of each of {kinds}")
+    return order
+
+
+# Turns
+
+#: How many pauses a sub-batch may be ahead of another: less than a block has, so that two blocks' weights are enough.
 MOST_AHEAD = 8
 
 
+class Task(NamedTuple):
+    """Steps of sub-batches, which take turns, and what becomes of what they return."""
+
+    steps: Sequence[Steps]
+    finish: Callable[[list[Any]], Any]
+
+
 @dataclass
-class _Part:
+class _Runner:
     steps: Steps
+    task: int
     ready: float = 0.0  # when what it waits for is thought to have landed
     work: float = 0.0  # that it does next
     done: int = 0
 
 
-def in_step(parts: Sequence[Steps]) -> list[Any]:
-    """Play several steps from pause to pause, one computing while the others' collectives are in flight; what they
-    return.
+def interleave(tasks: Sequence[Task]) -> list[Any]:
+    """Run the steps of all tasks from pause to pause, one computing while the others' collectives are in flight.
 
     Whose turn it is follows from a clock that counts FLOPs, on which a link takes as long over all that is sent as the
-    work takes. Of the parts whose collective has landed by then, one that will only launch its next goes
-    before one that computes, and the one ahead before the others; so they spread out, and links and cores are both
-    kept busy. Sizes are the same on all ranks, hence the order is, whatever the time.
+    work takes. Of the steps whose collective has landed by then, one that will only launch its next goes before one
+    that computes, and the one ahead before the others; so they spread out, and links and cores are both kept busy.
+    INVARIANT: sizes of pauses are the same on all ranks, hence the order is, whatever the time.
 
     >>> from cuboid.comm.flight import Pause
     >>> def counts(name):
@@ -67,30 +134,30 @@ def in_step(parts: Sequence[Steps]) -> list[Any]:
     ...         print(name, i)
     ...         yield Pause(sent=1, work=1)
     ...     return name
-    >>> in_step([counts("a"), counts("b")])
+    >>> interleave([Task([counts("a"), counts("b")], list)])
     a 0
     b 0
     a 1
     b 1
-    ['a', 'b']
+    [['a', 'b']]
     """
-    results: list[Any] = [None] * len(parts)
-    going = {i: _Part(steps) for i, steps in enumerate(parts)}
+    results = [[None] * len(task.steps) for task in tasks]
+    going = {(t, i): _Runner(steps, t) for t, task in enumerate(tasks) for i, steps in enumerate(task.steps)}
     clock = link = work = sent = 0.0
     while going:
-        last = min(part.done for part in going.values())
-        free = [i for i, part in going.items() if part.done < last + MOST_AHEAD]
-        i = min(free, key=lambda i: (max(clock, going[i].ready), going[i].work > 0, -going[i].done, i))
-        part = going[i]
-        clock = max(clock, part.ready) + part.work
+        last = [min((r.done for r in going.values() if r.task == t), default=0) for t in range(len(tasks))]
+        free = [at for at, r in going.items() if r.done < last[r.task] + MOST_AHEAD]
+        at = min(free, key=lambda at: (max(clock, going[at].ready), going[at].work > 0, -going[at].done, at))
+        runner = going[at]
+        clock = max(clock, runner.ready) + runner.work
         try:
-            pause = next(part.steps)
+            pause = next(runner.steps)
         except StopIteration as end:
-            results[i] = end.value
-            del going[i]
+            results[at[0]][at[1]] = end.value
+            del going[at]
             continue
         work, sent = work + pause.work, sent + pause.sent
-        part.ready, part.work, part.done = clock, pause.work, part.done + 1
+        runner.ready, runner.work, runner.done = clock, pause.work, runner.done + 1
         if pause.sent:
-            part.ready = link = max(link, clock) + pause.sent * (work or sent) / sent
-    return results
+            runner.ready = link = max(link, clock) + pause.sent * (work or sent) / sent
+    return [task.finish(found) for task, found in zip(tasks, results, strict=True)]

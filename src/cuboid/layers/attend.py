@@ -1,0 +1,144 @@
+"""Attention on a cuboid: a rank has whole sequences of a block of heads, and all it needs is local, but
+
+    few key heads    that y·z cannot split come out of their linear split by tokens: they are gathered over y and z, and
+                     each rank picks those that its queries need
+    long sequences   where x splits the sequence too, keys and values are gathered over the ranks that share it; each has
+                     a piece from either end, so that causal work is even
+
+Saved: queries, keys and values as attention sees them, its output, a number per row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cuboid.comm.flight import Pause, Steps
+from cuboid.layers.attention import Cache, attend, attend_both_ways, attend_cached, rotate
+from cuboid.mesh.layout import ceil_div
+from cuboid.mesh.mesh import Axis
+from cuboid.step.fuse import Fuse, plain
+from cuboid.step.op import Layer, Local, Moved, Rest, chain
+from cuboid.step.weights import Gathered
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(eq=False)
+class Attend:
+    """(q, k, v) [s, b, (h e)], k and v [s/z, b, …] where there are few -> [s, b, (h e)]. `heads` and `kv_heads` are the
+    global numbers, `norms` the weights of RMSNorms of queries and keys."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    y: Axis
+    z: Axis
+    norms: Sequence[nn.Parameter] = ()
+    eps: float = 0.0
+    causal: bool = True
+    fuse: Fuse = plain
+    takes: str = "heads"
+    gives: str = "attended"
+
+    def __post_init__(self) -> None:
+        few = self.kv_heads % (self.y.size * self.z.size) != 0
+        self._first: list[Layer] = [Rest(chain(*self._pick()))] if few else []
+        if self.norms:
+            self._first.append(Local(self._normalised, *self.norms, keep_inputs=True))
+        self._here = chain(*self._first, Local(self._attend, placed=True))
+
+    def __call__(self, qkv: QKV, w: Gathered, at: Any) -> Steps:
+        (s, b, width), axis = qkv[0].shape, at.place.context
+        layer = self._here if axis.size == 1 else self._over(axis, width)
+        steps = layer(qkv, w, at)
+        del qkv
+        yield Pause(work=4 * s * s * axis.size * b * width)
+        found = yield from steps
+        return found
+
+    def _by_head(self, *each: Tensor) -> tuple[Tensor, ...]:
+        """[s, b, (h e)] -> [s, b, h, e], but what has heads already"""
+        return tuple(x.unflatten(-1, (-1, self.head_dim)) if x.dim() == 3 else x for x in each)
+
+    def _normalised(self, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> QKV:
+        q, k = (F.rms_norm(x, w.shape, w, self.eps) for x, w in zip(self._by_head(q, k), weights, strict=True))
+        return q, k, v
+
+    def _rotated(self, at: Any, q: Tensor, k: Tensor, v: Tensor) -> QKV:
+        q, k, v = self._by_head(q, k, v)
+        turn = at.place.rotation(q.dtype)
+        if turn is None:
+            return q, k, v
+        v = v if self.norms else v.contiguous()  # else the view would keep q's and k's memory as well
+        return self.fuse(rotate)(q, *turn), self.fuse(rotate)(k, *turn), v
+
+    def _attend(self, at: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = self._rotated(at, q, k, v)
+        if at.caches is not None:
+            return attend_cached(q, k, v, at.caches.setdefault(self, Cache()), at.place.seq)
+        return attend(q, k, v) if self.causal else attend_both_ways(q, k, v, at.place.seq)
+
+    # Sequences split over x
+
+    def _over(self, context: Axis, width: int) -> Layer:
+        gathered = chain(
+            Local(lambda k, v: torch.cat((k, v), 2)),
+            Moved("all_gather", context, 2 * width),
+            Local(partial(in_order, context.size)),
+        )
+        return chain(*self._first, Local(self._rotated, placed=True), Rest(gathered), Local(self._pieces, placed=True))
+
+    def _pieces(self, at: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Of the two pieces of a rank's queries."""
+        context = at.place.context
+        if not self.causal:
+            return attend_both_ways(q, k, v, at.place.seq)
+        piece = len(q) // 2
+        stops = (context.index + 1) * piece, (2 * context.size - context.index) * piece  # nothing later is looked at
+        parts = zip(q.contiguous().chunk(2), stops, strict=True)
+        return torch.cat([attend(q_i, k[:stop], v[:stop]) for q_i, stop in parts])
+
+    # Few key heads
+
+    def _pick(self) -> list[Layer]:
+        """(k, v) of fewer heads than y·z, split by tokens over z and by features over y -> the heads of this rank."""
+        y, z, kv_dim, layers, first = self.y, self.z, self.kv_heads * self.head_dim, list[Layer](), 0
+        width = ceil_div(kv_dim, y.size)
+        if self.kv_heads % y.size:
+            layers += [Local(partial(padded, width)), Moved("all_gather", y, 2 * kv_dim / z.size)]
+            layers.append(Local(partial(features_joined, kv_dim)))
+            width = kv_dim
+        else:
+            first = y.index * self.kv_heads // y.size
+        mine = self.heads // (y.size * z.size)
+        top = (y.index * z.size + z.index) * mine
+        need = [h * self.kv_heads // self.heads - first for h in range(top, top + mine)]
+        each = sorted(set(need))
+        if [head for head in each for _ in range(mine // len(each))] == need:
+            need = each  # every key head serves as many of our queries
+        layers += [Local(lambda k, v: torch.cat((k, v), -1)), Moved("all_gather", z, 2 * width)]
+        return [*layers, Local(partial(picked, need, self.head_dim))]
+
+
+def in_order(parts: int, kv: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values of all ranks' pieces, in the order of the sequence."""
+    pieces = kv.chunk(2 * parts)
+    return torch.cat((*pieces[::2], *pieces[::-2])).chunk(2, 2)
+
+
+def padded(width: int, k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([F.pad(part, (0, width - part.shape[-1])) for part in (k, v)])[None]
+
+
+def features_joined(kv_dim: int, kv: Tensor) -> tuple[Tensor, ...]:
+    return kv.permute(1, 2, 3, 0, 4).flatten(-2)[..., :kv_dim].unbind()  # y 2 s b w -> 2 s b (y w)
+
+
+def picked(need: Sequence[int], e: int, kv: Tensor) -> tuple[Tensor, ...]:
+    parts = (part.unflatten(-1, (-1, e)) for part in kv.chunk(2, -1))
+    return tuple(torch.stack([part[:, :, head] for head in need], 2) for part in parts)

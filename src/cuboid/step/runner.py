@@ -1,0 +1,306 @@
+"""Plays a model: stages over sub-batches and micro-batches, forward and backward, in an order that is data.
+
+    forward     each sub-batch goes through the stages; what backward needs of it is a `Back` per stage
+    backward    each sub-batch goes through the stages in reverse, and gives its `Back`s up as they run
+    weights     gathered for the first sub-batch that comes to a stage, released after the last; the next stage's are
+                on their way meanwhile
+    gradients   of a stage added up over sub-batches, reduce-scattered over x when the last is through, then summed
+                over replicas when no micro-batch will use the weights again
+
+All state of a step lives in a `Pass` (between forward and backward of one micro-batch) and in `Sums`: so several
+forwards may be alive, in any order. Autograd sees one node.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.comm.collectives import all_reduce
+from cuboid.comm.flight import Steps
+from cuboid.mesh.mesh import Mesh
+from cuboid.mesh.place import Place
+from cuboid.step.op import Back, Layer, nothing
+from cuboid.step.schedule import Order, Schedule, Task, interleave
+from cuboid.step.weights import Bucket, Gathered, Landing, Sums
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A layer, and the buckets of the weights it needs: in forward and, if `again`, in backward too. The last stage of
+    a model gives [sum of losses, how many count] of a rank, partial sums over the axes `sums_over`."""
+
+    name: str
+    layer: Layer
+    buckets: Sequence[Bucket]
+    again: bool = True
+    sums_over: Sequence[str] = ()
+
+    @property
+    def large(self) -> bool:
+        return any(p.dim() > 1 for bucket in self.buckets for p in bucket.parameters)
+
+
+@dataclass(frozen=True)
+class At:
+    """What a layer knows of the tokens it works on."""
+
+    place: Place
+    targets: Tensor | None = None
+    loss: Any = None  # options of the loss
+    seed: int | None = None  # of dropout; None: there is none
+    train: bool = True  # backward will follow
+    caches: dict[Any, Any] | None = None  # keys and values of tokens seen before, by layer
+
+    def without_backward(self) -> "At":
+        return replace(self, train=False) if self.train else self
+
+    def split(self, count: int) -> list["At"]:
+        """For each of so many sub-batches, or for one where the samples cannot be split so."""
+        places = self.place.parts(count if self.caches is None else 1)
+        if len(places) == 1:
+            return [self]
+        targets = [None] * len(places) if self.targets is None else self.targets.chunk(len(places), 1)
+        return [replace(self, place=p, targets=t) for p, t in zip(places, targets, strict=True)]
+
+
+class _Shelf:
+    """The weights of stages in the order in which a pass comes to them: unsharded from the first sub-batch that takes
+    them to the last that leaves them, the next stage's on their way where one is held alone. Of a stage that is not
+    `needed` the gradients alone are kept."""
+
+    def __init__(self, stages: Sequence[Stage], needed: Sequence[bool], parts: int, ahead: bool, late: bool) -> None:
+        self._stages, self._needed, self._parts, self._ahead, self._late = stages, needed, parts, ahead, late
+        self._left = [parts] * len(stages)
+        self._flying: dict[int, Sequence[Callable[[], list[Tensor]]]] = {}
+        self._held: dict[int, Gathered] = {}
+
+    def put(self, i: int, weights: Sequence[list[Tensor]]) -> None:
+        """Weights that are there already."""
+        self._flying[i] = [partial(list, each) for each in weights]
+
+    def _launch(self, i: int) -> None:
+        if i < len(self._stages) and self._left[i] and i not in self._flying and i not in self._held:
+            self._flying[i] = [bucket.gather() for bucket in self._stages[i].buckets] if self._needed[i] else ()
+
+    def take(self, i: int) -> Gathered:
+        if i not in self._held:
+            self._launch(i)
+            weights = [land() for land in self._flying.pop(i)]
+            self._held[i] = Gathered(self._stages[i].buckets, weights, self._parts, self._late)
+            if self._ahead and len(self._held) == 1:
+                self._launch(i + 1)  # once these are here: they would share the link, and all would wait longer
+        return self._held[i]
+
+    def leave(self, i: int) -> Gathered | None:
+        """The weights, if that was the last sub-batch."""
+        self._left[i] -= 1
+        if self._left[i]:
+            return None
+        gathered = self._held.pop(i)
+        if self._ahead and self._held:
+            self._launch(next(iter(self._held)) + 1)
+        return gathered
+
+
+class _Early(NamedTuple):
+    """Gradients that a stage made in forward: of the sum of losses, not their mean, and times `shrunk`."""
+
+    bucket: Bucket
+    land: Landing
+    shrunk: float
+
+
+@dataclass
+class Pass:
+    """One micro-batch between its forward and its backward."""
+
+    backs: list[list[Back]]  # by sub-batch, by stage
+    count: Tensor | None = None  # of the losses that are averaged
+    early: list[_Early] = field(default_factory=list)
+    kept: dict[int, Sequence[list[Tensor]]] = field(default_factory=dict)  # weights, by stage
+
+
+class Runner:
+    """Of a model's stages. With `retain` unsharded weights are kept from forward to backward. `between` is called with
+    the number of a stage when its input is there, and when the gradient of that is."""
+
+    def __init__(self, stages: Sequence[Stage], mesh: Mesh, schedule: Schedule, retain: bool = False) -> None:
+        self.stages, self.mesh, self.schedule = stages, mesh, schedule
+        self.buckets = list(dict.fromkeys(bucket for stage in stages for bucket in stage.buckets))
+        self.parameters = [p for bucket in self.buckets for p in bucket.parameters]
+        self.between: Callable[[int], None] = lambda i: None
+        large = [i for i, stage in enumerate(stages) if stage.again and stage.large]
+        again = [i for i, stage in enumerate(stages) if stage.again]
+        self._kept = again if retain else large[-1:] if schedule.prefetch else []  # backward begins with the last
+
+    def sums(self, passes: int = 1) -> Sums:
+        uses = Counter(bucket for stage in self.stages for bucket in stage.buckets)
+        return Sums({bucket: passes * uses[bucket] for bucket in self.buckets})
+
+    # Forward
+
+    def forward(self, X: Tensor, at: At) -> Task:
+        """Gives (loss, Pass): the mean loss over the tokens of all ranks."""
+        task, passed = self.outputs(X, at)
+
+        def finish(sums: list[Tensor]) -> tuple[Tensor, Pass]:
+            total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+            for name in self.stages[-1].sums_over:
+                total = all_reduce(total, getattr(self.mesh, name)).wait()
+            passed.count = total[1].clamp(min=1)
+            passed.early = [each._replace(land=partial(list, each.land())) for each in passed.early]
+            return total[0] / passed.count, passed
+
+        return Task(task.steps, finish)
+
+    def outputs(self, X: Tensor, at: At) -> tuple[Task, Pass]:
+        """Gives the last stage's Y of each sub-batch; the Pass is filled meanwhile."""
+        ats = at.split(self.schedule.parts)
+        passed, n = Pass([[] for _ in ats]), len(ats)
+        shelf = _Shelf(self.stages, [True] * len(self.stages), n, self.schedule.prefetch, late=False)
+        each = zip(X.chunk(n, 1), ats, passed.backs, strict=True)
+        return Task([self._through(*one, shelf, passed) for one in each], list), passed
+
+    def _through(self, X: Any, at: At, backs: list[Back], shelf: _Shelf, passed: Pass) -> Steps:
+        """One sub-batch through all stages."""
+        for i, stage in enumerate(self.stages):
+            self.between(i)
+            steps = stage.layer(X, shelf.take(i), at)
+            del X
+            X, back = yield from steps
+            backs.append(back)
+            gathered = shelf.leave(i)
+            if gathered is not None and at.train:
+                passed.early += [_Early(bucket, land, gathered.shrunk) for bucket, land in gathered.reduce()]
+                if i in self._kept:
+                    passed.kept[i] = gathered.weights
+        return X
+
+    # Backward
+
+    def backward(self, passed: Pass, dloss: Tensor, sums: Sums, late: bool = False) -> Task:
+        """Gives dX of each sub-batch and, if `late`, what is left for `settle`."""
+        assert passed.count is not None
+        scale, stages, last = dloss / passed.count, self.stages[::-1], len(self.stages) - 1
+        for bucket, land, shrunk in passed.early:
+            sums.put(bucket, [None if gradient is None else gradient * (scale / shrunk) for gradient in land()])
+        needed = [stage.again for stage in stages]
+        shelf = _Shelf(stages, needed, len(passed.backs), self.schedule.prefetch, late)
+        for i, weights in passed.kept.items():
+            shelf.put(last - i, weights)
+        passed.early.clear()
+        passed.kept.clear()
+        left: list[tuple[Stage, Gathered]] = []
+        steps = [self._back_through(scale, backs, shelf, left, sums if not late else None) for backs in passed.backs]
+        return Task(steps, lambda dXs: (dXs, left))
+
+    def _back_through(
+        self, dY: Any, backs: list[Back], shelf: _Shelf, left: list[tuple[Stage, Gathered]], sums: Sums | None
+    ) -> Steps:
+        """One sub-batch through all stages in reverse."""
+        for i, stage in enumerate(reversed(self.stages)):
+            back = backs.pop()
+            before = backs[-1].ahead if backs else None
+            steps = back.run(dY, shelf.take(i), before or nothing)
+            del dY, back
+            dY = yield from steps
+            self.between(len(backs))
+            gathered = shelf.leave(i)
+            if gathered is not None:
+                gathered.release()
+                left.append((stage, gathered))
+                if sums is not None:
+                    self.settle(left, sums)
+        return dY
+
+    def settle(self, left: list[tuple[Stage, Gathered]], sums: Sums) -> None:
+        """Make the weight gradients that backward has left, and launch their sums."""
+        while left:
+            stage, gathered = left.pop(0)
+            gathered.settle()
+            sums.add(gathered.reduce())
+            sums.used(stage.buckets)
+
+    # A step
+
+    @torch.no_grad()
+    def play(self, batches: Sequence[tuple[Tensor, At]], order: Order, scale: float = 1.0) -> list[Tensor]:
+        """Forward and backward of several micro-batches in an order; their losses. The gradient of `scale` times the
+        mean of the losses is added to the parameters' as `backward()` would."""
+        late = any(move.kind == "W" for moves in order for move in moves)
+        sums, dloss = self.sums(len(batches)), torch.tensor(scale / len(batches), device=self.mesh.device)
+        losses, passes, left = dict[int, Tensor](), dict[int, Pass](), dict[int, list[tuple[Stage, Gathered]]]()
+        for moves in order:
+            tasks = []
+            for kind, i in moves:
+                if kind == "F":
+                    tasks.append((kind, i, self.forward(*batches[i])))
+                elif kind == "B":
+                    tasks.append((kind, i, self.backward(passes.pop(i), dloss, sums, late)))
+                else:
+                    self.settle(left.pop(i), sums)
+            for (kind, i, _), found in zip(tasks, interleave([task for *_, task in tasks]), strict=True):
+                if kind == "F":
+                    losses[i], passes[i] = found
+                else:
+                    left[i] = found[1]
+        gradients = sums.finish()
+        mine = [p for p in self.parameters if p in gradients]
+        with torch.enable_grad():
+            _Gradients.apply([gradients.pop(p) for p in mine], *mine).backward()
+        return [losses[i] for i in range(len(batches))]
+
+    def __call__(self, X: Tensor, at: At) -> Tensor:
+        """The mean loss over the tokens of all ranks, which autograd differentiates."""
+        if torch.is_grad_enabled() and (X.requires_grad or any(p.requires_grad for p in self.parameters)):
+            return _Step.apply(X, self, at, *self.parameters)
+        ((loss, _),) = interleave([self.forward(X, at.without_backward())])
+        return loss
+
+
+class _Step(torch.autograd.Function):
+    """The one node of a step that autograd sees."""
+
+    @staticmethod
+    def forward(ctx: Any, X: Tensor, runner: Runner, at: At, *parameters: nn.Parameter) -> Tensor:
+        ((loss, ctx.passed),) = interleave([runner.forward(X, at)])
+        ctx.runner = runner
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: the gradients of a step cannot be differentiated again, because what its layers "
+                "save is not a graph; compute second derivatives on one device"
+            )
+        if ctx.passed is None:
+            raise RuntimeError(
+                "backward() has already run for this loss, and what its forward saved was released on the way; run the "
+                "forward again"
+            )
+        runner, passed, ctx.passed = ctx.runner, ctx.passed, None
+        sums = runner.sums()
+        (((*dXs,), _),) = interleave([runner.backward(passed, dloss, sums)])
+        gradients = sums.finish()
+        dX = torch.cat(dXs, 1) if ctx.needs_input_grad[0] else None
+        return dX, None, None, *(gradients.pop(p, None) for p in runner.parameters)
+
+
+class _Gradients(torch.autograd.Function):
+    """Hands gradients to autograd, which adds them up and calls the parameters' hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        gradients, ctx.gradients = ctx.gradients, []
+        return None, *gradients
