@@ -21,7 +21,7 @@ from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.plan.cost import Cost
 from cuboid.plan.cost.cuboid import step_cost
-from cuboid.plan.measure import Memory, count_flops, saved_for_backward
+from cuboid.plan.measure import Memory, count_flops
 from cuboid.run.launch import World
 from cuboid.step.schedule import PREFETCH, Schedule
 
@@ -150,20 +150,19 @@ def measure(case: Case, parallel: Parallel) -> Measured:
     device = parallel.mesh.device
     tokens, targets = (whole.to(device) for whole in batch_of(case))
     tokens, targets = place.take(tokens, 0), place.take(targets, case.loss.ignore_index)
-    with torch.no_grad():
-        logits = model.logits(tokens, place)
+    logits = model.logits(tokens, place)
     with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
-        model(tokens, targets, place, case.loss, dropout=case.seed).backward()
+        loss = model(tokens, targets, place, case.loss, dropout=case.seed)
+        saved = memory.saved(loss)
+        loss.backward()
     model.zero_grad()
     parallel.mesh.ledger.reset()
     with count_flops() as flops:
-        with saved_for_backward(model) as saved:
-            loss = model(tokens, targets, place, case.loss, dropout=case.seed)
-        saved_bytes = saved.bytes
+        loss = model(tokens, targets, place, case.loss, dropout=case.seed)
         loss.backward()
     traffic = parallel.mesh.ledger.counts()
     total, norm = flops.get_total_flops(), model.gradient_norm()
-    return Measured(model, place, logits, loss.detach(), total, saved_bytes, memory, traffic, norm)
+    return Measured(model, place, logits, loss.detach(), total, saved, memory, traffic, norm)
 
 
 def verify(world: World, case: Case) -> Report | None:

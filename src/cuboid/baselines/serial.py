@@ -123,8 +123,8 @@ class Rows:
 
 @dataclass(eq=False)
 class OnTheSpot:
-    """X [s, b, d] -> [sum of losses, how many count], of `losses(X, W, targets, loss)`. It is differentiated in forward,
-    so that the logits need not be saved; in fp32 or better, so that in fp16 no sum overflows."""
+    """X [s, b, d] -> [sum of losses, how many count], of `losses(X, W, targets, loss)`. Differentiated in forward, so
+    that the logits need not be saved; in fp32 or better, so that in fp16 no sum overflows."""
 
     weight: nn.Parameter
     losses: Callable[[Tensor, Tensor, Tensor, Loss], Tensor]

@@ -1,47 +1,8 @@
-"""2-D parallel (Optimus) and 2.5-D parallel (Tesseract): the products of summa.py on x layers of y × z = q × q ranks.
-
-    tensor                held by a rank
-    residual stream       [s, b/(x y), d/z]
-    attention             [s, b/(x y), heads/z]      whole sequences of a block of heads
-    MLP inner             [s, b/(x y), ffn/z]
-    logits                [s, b/(x y), V/z]
-    weight [n, k]         [n/z, k/y]                 into and out_of alike
-    bias, norm [n]        [n/z]                      replicated over y
-    tables [V, d]         [V/y, d/z]
-
-With x = 1 this is 2-D. Else every layer holds the weights and works on its own part of the batch, and the gradients
-are summed over x: the depth of 2.5-D cuts no product, it replicates, as axis data does.
-"""
-
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor, nn
-
-from cuboid.baselines import summa
-from cuboid.baselines.serial import attend_whole
-from cuboid.comm.flight import Steps
-from cuboid.layers.loss import Loss
-from cuboid.layers.norm import Norm, norm
-from cuboid.layers.product import Linear
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Spec, cut, round_up
-from cuboid.mesh.mesh import Axis, Mesh
-from cuboid.mesh.place import Index, Place
-from cuboid.model.bucketed import Bucketed
+from cuboid.mesh.layout import round_up
 from cuboid.model.config import ModelConfig
-from cuboid.model.parallel import CAUSAL, Attend, Role
-from cuboid.model.rotary import rotation
-from cuboid.step.weights import Weights
 
-SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
-    "into.weight": ((("z",), ("y",)), ("x",)),
-    "into.bias": ((("z",),), ("x", "y")),  # each y-rank has seen its own tokens
-    "out_of.weight": ((("z",), ("y",)), ("x",)),
-    "out_of.bias": ((("z",),), ("x", "y")),
-    "norm": ((("z",),), ("x", "y")),
-    "table": ((("y",), ("z",)), ("x",)),
-}
+HEAD_ELEMENTS = 1 << 24
 
 
 def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
@@ -66,71 +27,6 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
         raise ValueError(f"batch={batch} cannot be cut into data·x·y={parts}; use batch {round_up(batch, parts)}")
 
 
-class TwoD(Bucketed):
-    def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype | None = None) -> None:
-        check(config, mesh.cuboid, mesh.cuboid.ranks, 1)
-        self.config, self.mesh, self.dtype = config, mesh, dtype
-
-    def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
-        cuts, sums = SPECS[role]
-        return Spec(shape, cuts, sums)
-
-    # Tokens
-
-    def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
-        mesh, config, device = self.mesh, self.config, self.mesh.device
-        parts = mesh.data.size * mesh.x.size * mesh.y.size
-        padded = round_up(batch, parts) if decode else batch
-        check(config, mesh.cuboid, padded, start + seq)
-        index = (mesh.data.index * mesh.x.size + mesh.x.index) * mesh.y.size + mesh.y.index
-        samples = torch.arange(*cut(padded, parts, index), device=device)
-        positions = torch.arange(start, start + seq, device=device)
-        hidden, classes = (
-            torch.arange(*cut(n, mesh.z.size, mesh.z.index), device=device) for n in (config.hidden, config.vocab)
-        )
-        residual, logits = Index(positions, samples, hidden), Index(positions, samples, classes)
-        turn = rotation(config, positions) if config.rotary else None
-        return Place(batch, seq, start, samples, positions, Axis("x", 1, 0), residual, logits, turn)
-
-    # Layers
-
-    def embed(self, ids: Tensor, tables: Sequence[tuple[Weights, nn.Parameter]], place: Place) -> Steps:
-        all_ids = (ids, place.positions[:, None])[: len(tables)]
-        lengths = (self.config.vocab, self.config.context)[: len(tables)]
-        return summa.lookup(all_ids, tables, lengths, self.mesh)
-        yield
-
-    def norm(self, X: Tensor, W: Weights, weight: nn.Parameter, bias: nn.Parameter | None) -> Steps:
-        call = Norm(W.bucket, weight, bias, self.mesh.z, self.config.norm_eps, centred=bias is not None)
-        Y = yield from norm(X, W, call)
-        return Y
-
-    def into(self, X: Tensor, W: Weights, linears: Sequence[Linear], heads: Sequence[int] = ()) -> Steps:
-        Y = summa.product(X, W, linears, self.mesh)
-        Ys = Y.split([W[linear.weight].shape[0] for linear in linears], dim=-1) if len(linears) > 1 else (Y,)
-        return [Y.unflatten(-1, (-1, self.config.head_dim)) for Y in Ys] if heads else Ys
-        yield
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, how: Attend = CAUSAL) -> Steps:
-        if place.turn is not None:
-            v = v.contiguous()  # else the view would keep q's and k's memory as well
-        return attend_whole(q, k, v, place, how)
-        yield
-
-    def out_of(self, X: Tensor, W: Weights, linear: Linear, heads: int = 0) -> Steps:
-        return summa.product(X, W, [linear], self.mesh)
-        yield
-
-    def logits(self, X: Tensor, W: Weights, weight: nn.Parameter) -> Steps:
-        return summa.logits(X, W, self._head(W, weight))
-        yield
-
-    def head_loss(
-        self, parts: Sequence[Tensor], W: Weights, weight: nn.Parameter, targets: Tensor, loss: Loss
-    ) -> Steps:
-        (X,) = parts
-        return summa.head_loss(X, W, self._head(W, weight), targets, loss)
-        yield
-
-    def _head(self, W: Weights, weight: nn.Parameter) -> summa.Head:
-        return summa.Head(W.bucket, weight, self.config.vocab, self.mesh)
+class TwoD:
+    def __init__(self, *a, **k):
+        raise NotImplementedError

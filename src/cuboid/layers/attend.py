@@ -2,8 +2,8 @@
 
     few key heads    that y·z cannot split come out of their linear split by tokens: they are gathered over y and z, and
                      each rank picks those that its queries need
-    long sequences   where x splits the sequence too, keys and values are gathered over the ranks that share it; each has
-                     a piece from either end, so that causal work is even
+    long sequences   where x splits the sequence too, keys and values are gathered over the ranks that share it; each
+                     has a piece from either end, so that causal work is even
 
 Saved: queries, keys and values as attention sees them, its output, a number per row.
 """
@@ -22,7 +22,7 @@ from cuboid.layers.attention import Cache, attend, attend_both_ways, attend_cach
 from cuboid.mesh.layout import ceil_div
 from cuboid.mesh.mesh import Axis
 from cuboid.step.fuse import Fuse, plain
-from cuboid.step.op import Layer, Local, Moved, Rest, chain
+from cuboid.step.op import Layer, Local, Moved, Some, chain
 from cuboid.step.weights import Gathered
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -47,9 +47,9 @@ class Attend:
 
     def __post_init__(self) -> None:
         few = self.kv_heads % (self.y.size * self.z.size) != 0
-        self._first: list[Layer] = [Rest(chain(*self._pick()))] if few else []
+        self._first: list[Layer] = [Some((1, 2), chain(*self._pick()))] if few else []
         if self.norms:
-            self._first.append(Local(self._normalised, *self.norms, keep_inputs=True))
+            self._first.append(Some((0, 1), Local(self._normalised, *self.norms, keep_inputs=True)))
         self._here = chain(*self._first, Local(self._attend, placed=True))
 
     def __call__(self, qkv: QKV, w: Gathered, at: Any) -> Steps:
@@ -65,9 +65,8 @@ class Attend:
         """[s, b, (h e)] -> [s, b, h, e], but what has heads already"""
         return tuple(x.unflatten(-1, (-1, self.head_dim)) if x.dim() == 3 else x for x in each)
 
-    def _normalised(self, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> QKV:
-        q, k = (F.rms_norm(x, w.shape, w, self.eps) for x, w in zip(self._by_head(q, k), weights, strict=True))
-        return q, k, v
+    def _normalised(self, q: Tensor, k: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return tuple(F.rms_norm(x, w.shape, w, self.eps) for x, w in zip(self._by_head(q, k), weights, strict=True))
 
     def _rotated(self, at: Any, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         q, k, v = self._by_head(q, k, v)
@@ -91,7 +90,9 @@ class Attend:
             Moved("all_gather", context, 2 * width),
             Local(partial(in_order, context.size)),
         )
-        return chain(*self._first, Local(self._rotated, placed=True), Rest(gathered), Local(self._pieces, placed=True))
+        return chain(
+            *self._first, Local(self._rotated, placed=True), Some((1, 2), gathered), Local(self._pieces, placed=True)
+        )
 
     def _pieces(self, at: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of the two pieces of a rank's queries."""

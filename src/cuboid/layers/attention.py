@@ -24,8 +24,8 @@ class Cache:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + e/2) of the features of x [s, b, h, e] by its position's angle; cos and sin [s, 1, 1, e/2] in
-    fp32 or better."""
+    """Turn each pair (i, i + e/2) of the features of x [s, b, h, e] by its position's angle; cos and sin are [s, 1, 1,
+    e/2], in fp32 or better."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 

@@ -25,8 +25,8 @@ from cuboid.step.weights import Gathered
 
 @dataclass(eq=False)
 class Lookup:
-    """ids [s, b] -> [s/y, b, d/z], the sum over tables of their rows: of the tokens' and, if there is a second table, of
-    the positions'. `rows` are the global numbers of rows."""
+    """ids [s, b] -> [s/y, b, d/z], the sum over tables of their rows: of the tokens' and, if there is a second table,
+    of the positions'. `rows` are the global numbers of rows."""
 
     tables: Sequence[nn.Parameter]
     rows: Sequence[int]

@@ -24,6 +24,7 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.step.op import Ahead, Back
 from cuboid.step.weights import Gathered
 
+
 @dataclass(eq=False)
 class HeadLoss:
     """X [s/y, b, d/z] -> [sum of losses, how many count] of this rank's rows, in fp32 or better. At most `elements` of

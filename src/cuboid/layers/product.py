@@ -12,15 +12,15 @@ the role it lacks:
 AG_m and RS_m of the weights are the bucket's (step/weights.py); the rest is here. It pauses wherever it would wait:
 
     forward    launch AG_n(X) | wait, multiply (1), launch RS_k(Y) | wait, add the bias
-    backward   launch AG_k(dY), and AG_n(X) unless it was kept or is on its way | wait, multiply (2), launch RS_n(dX) and
-               AG_n(X) of the product that backward comes to next, multiply (3) | wait
+    backward   launch AG_k(dY), and AG_n(X) unless it was kept or is on its way | wait, multiply (2), launch RS_n(dX)
+               and AG_n(X) of the product that backward comes to next, multiply (3) | wait
 
-X may be split over n by tokens or by heads, Y over k likewise. Split by heads, the gathered tensor is a stack of blocks,
-one per rank, and the product is written block by block, so that neither gather nor scatter needs a copy.
+X may be split over n by tokens or by heads, Y over k likewise. Split by heads, the gathered tensor is a stack of
+blocks, one per rank, and the product is written block by block, so that neither gather nor scatter needs a copy.
 
 With `chunks` all this is done for so many chunks of the tokens, one after another: a chunk is the same rows of every
-rank's part. Whole sequences are then put together again in their order; tokens split over k come out chunk by chunk, and
-an *out of* product that takes as many chunks gives them back in order.
+rank's part. Whole sequences are then put together again in their order; tokens split over k come out chunk by chunk,
+and an *out of* product that takes as many chunks gives them back in order.
 """
 
 import itertools
@@ -105,7 +105,7 @@ class Product:
             assert len(biases) in (0, len(out.linears)), "linears that share a scatter have a bias each or none at all"
 
     def pauses(self, X_s: Tensor) -> tuple[float, float, float]:
-        """Bytes of X and of Y that a rank receives, and FLOPs: of the global weights, which all ranks have in common."""
+        """Bytes of X and of Y that a rank receives, and FLOPs: by global shapes, the same on all ranks."""
         n = sum(linear.shape[0] for linear in self.linears) / self.n.size
         k = self.linears[0].shape[1] / self.k.size
         m = X_s.shape[0] * X_s.shape[1] * (1 if self.heads else self.n.size)
@@ -141,7 +141,8 @@ class Product:
         found: list[Any] = [None] * len(self.linears)
         for i, out in enumerate(self.outs):
             Y_s = join([unstack(each[i].wait(), b) for each in Ys], self.out_parts[i])
-            Y_s = Y_s if biases[i] is None else Y_s.add_(biases[i])
+            bias = biases[i]
+            Y_s = Y_s if bias is None else Y_s.add_(bias)
             for place, Y in zip(out.places, [Y_s] if len(out.places) == 1 else Y_s.split(widths[i], -1), strict=True):
                 found[place] = Y
         return tuple(found) if len(found) > 1 else found[0], back

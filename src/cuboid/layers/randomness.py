@@ -62,7 +62,7 @@ def normal(key: int, shape: tuple[int, ...], ranges: tuple[tuple[int, int], ...]
 
 
 def dropout(x: Tensor, p: float, key: int, index: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Drop elements of x [s, b, d] by their global indices (positions, samples, features). The mask is made, not kept."""
+    """Drop elements of x [s, b, d] by their global indices (positions, samples, features). No mask is kept."""
     if p == 0:
         return x
     s, b, d = index

@@ -75,7 +75,7 @@ class Policy:
 
 
 class CuboidParallel:
-    sums_over = ("x", "z", "data")
+    sums_over: Sequence[str] = ("x", "z", "data")
 
     def __init__(
         self,

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuboid.comm.collectives import all_reduce
-from cuboid.layers.attention import Cache
 from cuboid.layers.randomness import key_of
 from cuboid.mesh.place import Place
 from cuboid.model.config import ModelConfig
@@ -59,7 +59,7 @@ def generate(
     check_prompt(config, prompt)
     if config.longest is not None:
         count = min(count, config.longest - len(prompt))
-    caches = [Cache() for _ in range(config.layers)]
+    caches: dict[Any, Any] = {}
     new, start = torch.tensor([list(prompt)], device=parallel.mesh.device), 0
     for _ in range(count):
         place = parallel.place(1, new.shape[1], start, decode=True)

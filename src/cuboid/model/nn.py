@@ -233,7 +233,9 @@ class Model(nn.Module):
         stages = [Stage(p.name, p.layer, [self._buckets[m] for m in p.modules], p.again, sums_over) for p in parts]
         return Runner(stages, self.parallel.mesh, self.parallel.schedule, self.parallel.retain_weights)
 
-    def play(self, batches: Sequence[tuple[Tensor, At]], order: Order | None = None, scale: float = 1.0) -> list[Tensor]:
+    def play(
+        self, batches: Sequence[tuple[Tensor, At]], order: Order | None = None, scale: float = 1.0
+    ) -> list[Tensor]:
         """Forward and backward of several micro-batches, in an order (step/schedule.py) or as the schedule says; their
         losses. The gradient of `scale` times the mean of the losses is added to the parameters', as `backward()` does,
         and summed over replicas once."""

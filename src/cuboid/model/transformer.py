@@ -39,7 +39,9 @@ class Transformer(Model):
         self.recompute = recompute
         self.embed = Table(parallel, c.vocab, c.hidden, c.init_std)
         self.positions = None if c.rotary else Table(parallel, c.context, c.hidden, c.init_std)
-        self.blocks = nn.ModuleList(Block(parallel, str(i), recompute == "selective") for i in range(c.layers))
+        self.blocks: Sequence[Block] = nn.ModuleList(
+            Block(parallel, str(i), recompute == "selective") for i in range(c.layers)
+        )  # type: ignore[assignment]
         self.norm = Norm(parallel, c.hidden, c.norm_bias)
         self.head = None if c.tied else Table(parallel, c.vocab, c.hidden, c.init_std)
         self.finish(seed, dtype)

@@ -22,9 +22,10 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, CuboidParallel
 from cuboid.model.transformer import Transformer
 from cuboid.plan.layer import Choice, Work
-from cuboid.plan.measure import Memory, count_flops, saved_for_backward
+from cuboid.plan.measure import Memory, count_flops
 from cuboid.plan.search import Plan
 from cuboid.run.launch import RankError
+from cuboid.step.runner import At
 
 MOST_RANKS = 4096  # of whom the groups take seconds to make
 NEAR = 0.1  # how far the peak, which has no exact formula, may be from the plan's
@@ -104,19 +105,20 @@ def _play(work: Work, cuboid: Cuboid, choice: Choice, rank: int, backend: str, a
         model = Transformer(parallel, recompute=choice.recompute)
         place = parallel.place(work.batch, work.seq)
         ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
-        with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
-            for last in (False, False, True)[-work.micro_batches :]:  # the second one finds the gradients of the first
-                model(ids, ids, place, last=last).backward()
+        at = At(place, ids)
+        with Memory(model) as memory:  # steps of their own: the FLOP counter holds on to tensors
+            loss = model(ids, ids, place)
+            saved = memory.saved(loss)
+            loss.backward()
+            model.zero_grad()
+            model.play([(ids, at)] * min(work.micro_batches, 3))  # the second finds the gradients of the first
         model.zero_grad()
         mesh.ledger.reset()
         with count_flops() as flops:
-            with saved_for_backward(model) as saved:
-                loss = model(ids, ids, place)
-            kept = saved.bytes
-            loss.backward()
+            model(ids, ids, place).backward()
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     total = flops.get_total_flops()
-    answer.send(Counted(mesh.ledger.counts(), total, parameters, kept, memory.peak + 2 * parameters))
+    answer.send(Counted(mesh.ledger.counts(), total, parameters, saved, memory.peak + 2 * parameters))
 
 
 def compare(counted: Counted, plan: Plan, work: Work) -> list[Comparison]:

@@ -1,12 +1,10 @@
-"""Count what a step does on this rank: FLOPs, and the bytes autograd keeps between forward and backward."""
+"""Count what a step does on this rank: FLOPs, and bytes alive: at most, and between forward and backward."""
 
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,35 +15,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 
-class Saved:
-    """What autograd saved and still holds, each storage counted once. Parameters and token ids are no activations."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = {_identity(parameter) for parameter in module.parameters()}
-        self._saved: list[weakref.ref[Tensor]] = []
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.is_floating_point() and _identity(x) not in self._parameters:
-            self._saved.append(weakref.ref(x))
-        return x
-
-    @property
-    def bytes(self) -> int:
-        held = (x.untyped_storage() for ref in self._saved if (x := ref()) is not None)
-        return sum({storage._cdata: storage.nbytes() for storage in held}.values())
-
-
 @dataclass
 class _Alive:
     size: int
     kind: str
+    floating: bool
 
 
 class Memory(TorchDispatchMode):
     """The bytes of this rank's tensors at most, of a module's parameters and all that is made while this is entered.
 
-    What was alive at the peak is told apart: parameters, gradients, what autograd saved, and the rest by the module of
-    this package that made it ("autograd" where PyTorch's own backward did).
+    What was alive at the peak is told apart: parameters, gradients, what forward saved for backward, and the rest by
+    the module of this package that made it ("autograd" where PyTorch's own backward did).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -53,18 +34,11 @@ class Memory(TorchDispatchMode):
         self._module, self._now, self.peak = module, 0, 0
         self._alive: dict[int, tuple[_Alive, weakref.ref[torch.UntypedStorage]]] = {}
         self._at_peak: list[_Alive] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda x: x)
         for parameter in module.parameters():
             self._see(local(parameter), "parameters")
 
-    def __enter__(self) -> Self:
-        self._hooks.__enter__()
-        super().__enter__()
-        return self
-
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self._hooks.__exit__(*exc)
         for parameter in self._module.parameters():
             if parameter.grad is not None:
                 self._call(parameter.grad, "gradients")
@@ -84,9 +58,17 @@ class Memory(TorchDispatchMode):
                 self._see(each, _maker())
         return out
 
-    def _saved(self, x: Tensor) -> Tensor:
-        self._call(x, "saved activations")
-        return x
+    def saved(self, loss: Tensor) -> int:
+        """Bytes that forward has saved for backward: what it made that is alive after it, integers, kept weights and
+        the loss apart. From now on they are known as such."""
+        passed = loss.grad_fn.passed  # type: ignore[union-attr]
+        kept = [weight for weights in passed.kept.values() for each in weights for weight in each]
+        others = {_identity(x) for x in (loss, *kept)}
+        found = [a for i, (a, _) in list(self._alive.items()) if a.floating and i not in others]
+        mine = [alive for alive in found if alive.kind not in ("parameters", "mesh.place")]  # which has angles
+        for alive in mine:
+            alive.kind = "saved activations"
+        return sum(alive.size for alive in mine)
 
     def _call(self, tensor: Tensor, kind: str) -> None:
         """From now on known as `kind`, unless it is a parameter."""
@@ -96,7 +78,7 @@ class Memory(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        identity, alive = storage._cdata, _Alive(storage.nbytes(), kind)
+        identity, alive = storage._cdata, _Alive(storage.nbytes(), kind, tensor.is_floating_point())
         if not alive.size or identity in self._alive:
             return
 
@@ -129,14 +111,6 @@ def _maker() -> str:
             return "autograd" if frame.f_code.co_name == "measure" else module
         frame = frame.f_back  # type: ignore[assignment]
     return "autograd"
-
-
-@contextmanager
-def saved_for_backward(module: nn.Module) -> Iterator[Saved]:
-    """Use it around forward, and read it before backward lets go of anything."""
-    saved = Saved(module)
-    with torch.autograd.graph.saved_tensors_hooks(saved, lambda x: x):
-        yield saved
 
 
 def count_flops() -> FlopCounterMode:

@@ -13,7 +13,7 @@ what does (saved activations fall, gradients rise) does so evenly, so the fulles
     tied     … and added to the head's
     data     all gradients are there; the largest part's are joined, and their sum over replicas on its way
 
-The gradients of earlier micro-batches lie beside all this, until the last one takes them along.
+Of several micro-batches the first leaves its gradients, and those of the others are added to them.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array)
     held = _Held(hw, work, sizes, choice, saved)
     parameters = sizes.parameters * STORED
     earlier = parameters if work.micro_batches > 1 else np.zeros_like(parameters)
-    found = [(gradients + earlier, *others) for gradients, *others in held.moments()] + [held.data()]
+    found = [(np.maximum(gradients, earlier), *others) for gradients, *others in held.moments()] + [held.data()]
     which = np.stack([sum(moment) for moment in found]).argmax(0)
     gradients, activations, buffers = (
         np.choose(which, [moment[i] for moment in found]).astype(np.int64) for i in range(3)

@@ -5,8 +5,8 @@
     back.ahead()               launches what `run` will wait for besides dY, while the operation after it still works
 
 `w` are the unsharded weights of the stage (`Gathered`): in `run`, as backward has them. `at` says which tokens X are
-(`At`). `before()` is the `ahead` of the operation that backward comes to next. X and Y are tensors or tuples of tensors.
-Where `at.train` is False nothing is saved, and `back` is None.
+(`At`). `before()` is the `ahead` of the operation that backward comes to next. X and Y are tensors or tuples of
+tensors. Where `at.train` is False nothing is saved, and `back` is None.
 
 A layer names the layouts it `takes` and `gives`, "" for any: combinators reject layers that do not fit when they are
 made. Layers are plain objects, so that `copy.deepcopy` of a model copies them with their parameters.
@@ -35,10 +35,13 @@ class Back(NamedTuple):
 
 
 class Layer(Protocol):
-    takes: str
-    gives: str
+    @property
+    def takes(self) -> str: ...
 
-    def __call__(self, X: Any, w: Any, at: Any) -> Steps: ...
+    @property
+    def gives(self) -> str: ...
+
+    def __call__(self, X: Any, w: Any, at: Any, /) -> Steps: ...
 
 
 def nothing() -> None:
@@ -81,7 +84,8 @@ def vjp(fn: Callable[..., Any], *xs: Tensor) -> tuple[Any, Callable[[Any], tuple
 
 class Local:
     """A layer of plain PyTorch: Y = fn(*X, *parameters). It keeps what autograd saves of fn, or, with `keep_inputs`, X
-    alone, and calls fn again in backward. With `placed`, fn takes `at` first. Copies of gathered parameters are kept: they are small."""
+    alone, and calls fn again in backward. With `placed`, fn takes `at` first. Copies of parameters that
+    were gathered are kept: they are small."""
 
     def __init__(
         self,
@@ -282,25 +286,34 @@ def fork(*branches: Layer) -> Layer:
     return Fork(*branches)
 
 
-class Rest:
-    """(first, *rest) -> (first, *inner(rest))"""
+class Some:
+    """Some elements of a tuple through a layer, the others as they are."""
 
     takes = gives = ""
 
-    def __init__(self, inner: Layer) -> None:
-        self.inner = inner
+    def __init__(self, which: Sequence[int], inner: Layer) -> None:
+        self.which, self.inner = which, inner
 
     def __call__(self, X: tuple[Tensor, ...], w: Any, at: Any) -> Steps:
-        first, rest = X[0], X[1:]
-        del X
-        steps = self.inner(rest, w, at)
-        del rest
+        others, mine = self._apart(X)
+        steps = self.inner(mine, w, at)
+        del X, mine
         Y, back = yield from steps
-        return (first, *Y), Back(lambda dY, w, before: self._run(back, dY, w, before)) if at.train else None
+        return self._together(others, Y), Back(partial(self._run, back)) if at.train else None
 
     def _run(self, back: Back, dY: tuple[Tensor, ...], w: Any, before: Ahead) -> Steps:
-        dX = yield from back.run(dY[1:], w, before)
-        return dY[0], *dX
+        others, mine = self._apart(dY)
+        steps = back.run(mine, w, before)
+        del dY, mine
+        dX = yield from steps
+        return self._together(others, dX)
+
+    def _apart(self, X: tuple[Tensor, ...]) -> tuple[dict[int, Tensor], tuple[Tensor, ...]]:
+        return {i: x for i, x in enumerate(X) if i not in self.which}, tuple(X[i] for i in self.which)
+
+    def _together(self, others: dict[int, Tensor], mine: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        found = others | dict(zip(self.which, mine, strict=True))
+        return tuple(found[i] for i in range(len(found)))
 
 
 class Recomputed:

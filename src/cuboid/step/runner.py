@@ -25,7 +25,7 @@ from cuboid.comm.flight import Steps
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Place
 from cuboid.step.op import Back, Layer, nothing
-from cuboid.step.schedule import Order, Schedule, Task, interleave
+from cuboid.step.schedule import Move, Order, Schedule, Task, interleave
 from cuboid.step.weights import Bucket, Gathered, Landing, Sums
 
 
@@ -126,14 +126,18 @@ class Pass:
 
 
 class Runner:
-    """Of a model's stages. With `retain` unsharded weights are kept from forward to backward. `between` is called with
-    the number of a stage when its input is there, and when the gradient of that is."""
+    """Of a model's stages. With `retain` unsharded weights are kept from forward to backward.
+
+    `between` is called with the number of a stage when its input is there, and when the gradient of that is; `told`
+    with the moves of a step that begin.
+    """
 
     def __init__(self, stages: Sequence[Stage], mesh: Mesh, schedule: Schedule, retain: bool = False) -> None:
         self.stages, self.mesh, self.schedule = stages, mesh, schedule
         self.buckets = list(dict.fromkeys(bucket for stage in stages for bucket in stage.buckets))
         self.parameters = [p for bucket in self.buckets for p in bucket.parameters]
-        self.between: Callable[[int], None] = lambda i: None
+        self.between: Callable[[int], None] = lambda stage: None
+        self.told: Callable[[Sequence[Move]], None] = lambda moves: None
         large = [i for i, stage in enumerate(stages) if stage.again and stage.large]
         again = [i for i, stage in enumerate(stages) if stage.again]
         self._kept = again if retain else large[-1:] if schedule.prefetch else []  # backward begins with the last
@@ -236,6 +240,7 @@ class Runner:
         sums, dloss = self.sums(len(batches)), torch.tensor(scale / len(batches), device=self.mesh.device)
         losses, passes, left = dict[int, Tensor](), dict[int, Pass](), dict[int, list[tuple[Stage, Gathered]]]()
         for moves in order:
+            self.told(moves)
             tasks = []
             for kind, i in moves:
                 if kind == "F":

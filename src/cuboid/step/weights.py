@@ -42,7 +42,7 @@ class Bucket:
         split = [i for i, spec in enumerate(self.specs) if "x" in spec.cut_by]
         self._split = sorted(split, key=lambda i: -len(self.shapes[i]))  # weights of one linear are neighbours
         self._lengths = {i: self._rows[i] * torch.Size(self.shapes[i][1:]).numel() for i in self._split}
-        self._gathers = mesh.x.size > 1 and sum(self._lengths.values()) > 0
+        self.gathers = mesh.x.size > 1 and sum(self._lengths.values()) > 0
         self._least = LEAST_ALONE // self.dtype.itemsize
         shards = [self.parameters[i] for i in self._split]
         if shards:
@@ -64,7 +64,7 @@ class Bucket:
         """Launch; the function returned waits for the unsharded weights."""
         packed, pieces = self._packed(), self.pieces(self._split)
         flight = None
-        if self._gathers:
+        if self.gathers:
             assert packed is not None
             flight = all_gather(packed, self.mesh.x, [sum(self._lengths[i] for i in piece) for piece in pieces])
 
@@ -102,7 +102,7 @@ class Bucket:
         """Launch the sum over x of those there are; the function returned waits for the shards'. The list is used up:
         what is sent is released as soon as the backend allows."""
         sent = [i for i in self._split if gradients[i] is not None]
-        if not self._gathers or not sent:
+        if not self.gathers or not sent:
             return lambda: gradients
         pieces = self.pieces(sent)
         parts = [[self._by_rank(i, gradients) for i in piece] for piece in pieces]
@@ -251,16 +251,19 @@ class Sums:
         self._replicas: dict[Bucket, Landing] = {}
 
     def add(self, reduced: Sequence[tuple[Bucket, Landing]]) -> None:
-        """What a stage gave. Of the sums over x few are in flight at a time, so that memory does not grow with depth."""
-        for each in reduced:
-            self._flying.append(each)
-            while len(self._flying) > MOST_IN_FLIGHT:
+        """What a stage gave. Few sums over x are in flight at a time: memory must not grow with depth."""
+        for bucket, land in reduced:
+            self._flying.append((bucket, land))
+            while len(self._flying) > (MOST_IN_FLIGHT if bucket.gathers else 0):
                 self._land()
 
     def put(self, bucket: Bucket, gradients: Gradients) -> None:
         """Gradients that are summed over x already."""
-        old, new = self._totals.get(bucket), [_to(g, p) for g, p in zip(gradients, bucket.parameters, strict=True)]
-        self._totals[bucket] = new if old is None else [_plus(a, b) for a, b in zip(old, new, strict=True)]
+        total = self._totals.setdefault(bucket, [None] * len(gradients))
+        for i, (gradient, parameter) in enumerate(zip(gradients, bucket.parameters, strict=True)):
+            if gradient is not None:
+                before = total[i]
+                total[i] = gradient.to(parameter.dtype) if before is None else before.add_(gradient)
 
     def used(self, buckets: Sequence[Bucket]) -> None:
         """One use of these weights is over."""
@@ -294,14 +297,6 @@ class Sums:
             gradients = [g if total is None else total for g, total in zip(gradients, sums, strict=True)]
         parameters = [p for bucket in buckets for p in bucket.parameters]
         return {p: gradient for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None}
-
-
-def _to(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
-    return None if gradient is None else gradient.to(parameter.dtype)
-
-
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a if b is None else b if a is None else a + b
 
 
 def sum_over(axis: Axis, gradients: Gradients) -> Landing:

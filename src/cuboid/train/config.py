@@ -140,6 +140,7 @@ class OverlapSection:
     parts: int = key(0, "of a batch in step, one computes while others send; 1: none, 0: what suits", at_least=0)
     chunks: int = key(0, "of a product's tokens, multiplied while others are sent; 1: none, 0: what suits", at_least=0)
     compile: bool = key(False, "fuse elementwise work with torch.compile")
+    beside: bool = key(False, "run the forward of a micro-batch beside the backward of the one before it")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The training loop of one rank."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import World
 from cuboid.run.watch import watched
-from cuboid.step.schedule import Schedule
+from cuboid.step.runner import At
+from cuboid.step.schedule import Move, Schedule
 from cuboid.train import checkpoint
 from cuboid.train.agree import check
 from cuboid.train.config import TrainConfig, resolved_toml, same_run
@@ -64,7 +65,8 @@ def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel
     cuboid, policy = config.cuboid_shape(), Policy(memory.activations, memory.weights, memory.head_elements)
     batch, itemsize = d.batch // d.micro_batches, (dtype or torch.float32).itemsize
     suits = suitable_schedule(model, cuboid, batch, d.seq, itemsize, world.apart)
-    schedule = Schedule(asked.prefetch, asked.parts or suits.parts, asked.chunks or suits.chunks, asked.compile)
+    parts, chunks = asked.parts or suits.parts, asked.chunks or suits.chunks
+    schedule = Schedule(asked.prefetch, parts, chunks, asked.compile, asked.beside)
     mesh = Mesh(cuboid, world.rank, world.device, watch=world.watch, per_host=world.local_size)
     return CuboidParallel(model, mesh, policy, dtype, schedule)
 
@@ -118,9 +120,8 @@ class Trainer:
         if self.watch is not None:
             self.watch.step = self.done + 1
         start, parts = time.perf_counter(), config.data.micro_batches
-        total = torch.zeros((), device=self.place.positions.device)
-        for part in range(parts):
-            total = total + self._pass(self.model, self.place_of(part), self.done, part) / parts
+        losses = self._pass(self.model, self.micro_batches(self.done, range(parts)))
+        total = torch.stack(losses).mean()
         self._begin("optimizer")
         lr = learning_rate(self.done, config.schedule, config.optimizer.lr)
         clip, optimizer = config.optimizer.clip, self.optimizer
@@ -145,16 +146,24 @@ class Trainer:
         )
         return report, applied.stop
 
-    def _pass(self, model: Transformer, place: Place, step: int, part: int) -> Tensor:
-        """Forward and backward of a micro-batch; its loss."""
-        parts = self.config.data.micro_batches
-        self._begin("forward")
-        tokens, targets = self.batches(step * parts + part)
-        dropout = key_of(self.config.seed, f"dropout.{step}") if model.config.dropout else None
-        loss = model(tokens, targets, place, self.loss, dropout, last=part == parts - 1)
-        self._begin("backward")
-        (loss * (self.scale.scale / parts)).backward()
-        return loss.detach()
+    def micro_batches(self, step: int, which: Iterable[int]) -> list[tuple[Tensor, At]]:
+        """Of a step: tokens, and what layers know of them."""
+        config, found = self.config, []
+        seed = key_of(config.seed, f"dropout.{step}") if self.model.config.dropout else None
+        for i in which:
+            tokens, targets = self.batches(step * config.data.micro_batches + i)
+            found.append((tokens, At(self.place_of(i), targets, self.loss, seed)))
+        return found
+
+    def _pass(self, model: Transformer, batches: Sequence[tuple[Tensor, At]]) -> list[Tensor]:
+        """Forward and backward of micro-batches; their losses."""
+        if self.recorder is not None:
+            model.runner.told = self._begin_moves
+        return model.play(batches, scale=self.scale.scale)
+
+    def _begin_moves(self, moves: Sequence[Move]) -> None:
+        kinds = {move.kind for move in moves}
+        self._begin("forward" if kinds == {"F"} else "backward" if "F" not in kinds else "forward beside backward")
 
     def _begin(self, phase: str) -> None:
         if self.recorder is not None:
@@ -163,12 +172,13 @@ class Trainer:
     def trace_unscheduled(self) -> Trace:
         """The last micro-batch once more with the schedule off, in a model whose gradients are thrown away; the second
         of two turns, as the first one warms up."""
-        last = self.config.data.micro_batches - 1
-        model, place = unscheduled(self.model), self.place_of(last)
-        context = replace(place.context, ledger=model.parallel.mesh.ledger, overlap=False)
+        last, model = self.config.data.micro_batches - 1, unscheduled(self.model)
+        ((tokens, at),) = self.micro_batches(self.done - 1, [last])
+        context = replace(at.place.context, ledger=model.parallel.mesh.ledger, overlap=False)
+        at = replace(at, place=replace(at.place, context=context))
         for _ in range(2):
             self.recorder = recorder = Recorder(model)
-            self._pass(model, replace(place, context=context), self.done - 1, last)
+            self._pass(model, [(tokens, at)])
             self._begin("")
         self.recorder = None
         return recorder.end()

@@ -5,8 +5,6 @@ from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 
-from torch import Tensor
-
 from cuboid.mesh.cuboid import AXES
 from cuboid.mesh.ledger import Ledger
 from cuboid.model.cuboid import CuboidParallel
@@ -28,32 +26,26 @@ def check_steps(trace: int, done: int, total: int) -> None:
 
 class Recorder:
     """Of a rank's model, from now until `end`: its collectives, and when phases and one layer, the middle one, begin
-    and end. What goes into a block and what comes out of it says so: in forward when it is there, in backward when its
-    gradient is."""
+    and end: in forward when its input, or the next one's, is there, in backward when the gradient of it is."""
 
     def __init__(self, model: Transformer) -> None:
         self.model, self.layer = model, len(model.blocks) // 2
         self._begun: list[tuple[str, float]] = []
         self._moments: list[float] = []
-        model.parallel.mesh.ledger.spans, model.between = [], self._between
+        model.parallel.mesh.ledger.spans, model.runner.between = [], self._between
 
     def begin(self, phase: str) -> None:
         """What begins now, and ends what went on; nothing if it has no name."""
         self._begun.append((phase, time.perf_counter()))
 
-    def _between(self, i: int, X: Tensor) -> None:
-        if i - self.layer in (0, 1):
-            self._mark()
-            if X.requires_grad:
-                X.register_hook(self._mark)
-
-    def _mark(self, _: Tensor | None = None) -> None:
-        self._moments.append(time.perf_counter())
+    def _between(self, stage: int) -> None:
+        if stage - 1 - self.layer in (0, 1):  # the first stage is the embedding
+            self._moments.append(time.perf_counter())
 
     def end(self) -> Trace:
         mesh = self.model.parallel.mesh
         mesh.ledger.settle()
-        spans, mesh.ledger.spans, self.model.between = mesh.ledger.spans or [], None, None
+        spans, mesh.ledger.spans, self.model.runner.between = mesh.ledger.spans or [], None, lambda stage: None
         phases = [Phase(name, start, stop) for (name, start), (_, stop) in pairwise(self._begun) if name]
         inside = [s for s in spans if any(p.start <= s.launched < p.stop for p in phases)]  # validation is not
         return Trace(mesh.rank, inside, phases, self._moments)

@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from math import gcd, lcm
 
 from cuboid.layers.head import chunk_rows
+from cuboid.layers.product import chunk_count
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import ceil_div, round_up
 from cuboid.model.config import ModelConfig
-from cuboid.model.cuboid import Policy, chunk_count
+from cuboid.model.cuboid import Policy
 from cuboid.plan.cost import Cost, Counter
 from cuboid.step.schedule import PREFETCH, Schedule
 
@@ -247,8 +248,6 @@ class _Step(Counter):
         keys; where x cuts the sequence nobody else saves them."""
         c = self.c
         self.save((self.m * c.q_dim // (self.y * self.z) + keys * (1 + (self.context > 1 and not few))) * self.e)
-        if self.e != self.stored:
-            self.save(2 * c.head_dim * self.e // self.parts)  # the weights, made as narrow as the activations
 
     def picked(self, heads: int) -> int:
         """How many heads of keys `heads` queries need, or one each where the need is uneven."""
