@@ -7,17 +7,27 @@ The text is made up: each word is said eight times on end, so a masked one can b
 side.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cuboid import CuboidParallel, Loss, Mesh, ModelConfig, World, launch
-from cuboid.comm.flight import Steps, run
-from cuboid.mesh.place import Place
-from cuboid.model.nn import MLP, Attention, Model, Norm, Table
-from cuboid.model.parallel import Parallel
+from cuboid import (
+    MLP,
+    Attention,
+    CuboidParallel,
+    LayerModule,
+    Mesh,
+    Model,
+    ModelConfig,
+    Norm,
+    Parallel,
+    Stage,
+    Table,
+    World,
+    chain,
+    launch,
+    residual,
+)
 
 # Sizes, and what the layers do: gpt2 has LayerNorm, learned positions, GELU and biases.
 CONFIG = ModelConfig("gpt2", layers=2, hidden=64, heads=8, vocab=62, context=32, ffn=128, init_std=0.05)
@@ -25,24 +35,20 @@ MASK = CONFIG.vocab - 1
 BATCH, SEQ = 32, 24
 
 
-class EncoderBlock(nn.Module):
+class EncoderBlock(LayerModule):
     """norm(X + attention(X)), then norm(X + mlp(X)): the norms come after, as in BERT."""
 
     def __init__(self, parallel: Parallel) -> None:
-        super().__init__()
-        c = parallel.config
-        self.attention, self.norm1 = Attention(parallel, causal=False), Norm(parallel, c.hidden, bias=True)
-        self.mlp, self.norm2 = MLP(parallel), Norm(parallel, c.hidden, bias=True)
-
-    def forward(self, X: Tensor, W: Any, place: Place) -> Steps:
-        A = yield from self.attention(X, W, place)
-        X = yield from self.norm1(X + A, W)
-        M = yield from self.mlp(X, W)
-        X = yield from self.norm2(X + M, W)
-        return X
+        super().__init__(parallel)
+        d = parallel.config.hidden
+        self.attention, self.norm1 = Attention(parallel, causal=False), Norm(parallel, d, bias=True)
+        self.mlp, self.norm2 = MLP(parallel), Norm(parallel, d, bias=True)
+        self.layer = chain(residual(self.attention), self.norm1, residual(self.mlp), self.norm2)
 
 
 class Encoder(Model):
+    """The mean loss of the tokens whose target is not -100, over all ranks. The head is tied to the embedding."""
+
     def __init__(self, parallel: Parallel, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(parallel)
         c = parallel.config
@@ -50,21 +56,15 @@ class Encoder(Model):
         self.positions = Table(parallel, c.context, c.hidden, c.init_std)
         self.norm = Norm(parallel, c.hidden, bias=True)
         self.blocks = nn.ModuleList(EncoderBlock(parallel) for _ in range(c.layers))
-        self.finish([self.embed, self.positions, self.norm, *self.blocks], seed, dtype, order=list(self.blocks))
+        self.finish(seed, dtype)
 
-    def forward(self, tokens: Tensor, targets: Tensor, place: Place) -> Tensor:
-        """The mean loss of the tokens whose target is not -100, over all ranks."""
-        opened = self.open()
-        with self.weights(opened, self.embed) as W, self.weights(opened, self.positions) as P:
-            tables = [(W, self.embed.weight), (P, self.positions.weight)]
-            X = run(self.parallel.embed(tokens, tables, place))
-        with self.weights(opened, self.norm) as W:
-            X = run(self.norm(X, W))
-        for block in self.blocks:
-            with self.weights(opened, block) as W:
-                X = run(block(X, W, place))
-        with self.weights(opened, self.embed) as W:  # the head is tied to the embedding
-            return run(self.parallel.head_loss([self.parallel.to_head(X)], W, self.embed.weight, targets, Loss()))
+    def stages(self) -> list[Stage]:
+        return [
+            Stage("embed", self.embed.lookup(self.positions), [self.embed, self.positions], again=False),
+            Stage("norm", self.norm),
+            *(Stage(f"block {i}", block) for i, block in enumerate(self.blocks)),
+            Stage("head", self.embed.head_loss(), [self.embed], again=False),
+        ]
 
 
 def masked(step: int) -> tuple[Tensor, Tensor]:

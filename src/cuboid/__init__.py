@@ -5,28 +5,52 @@ from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import Cuboid, factorisations
 from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Mesh
+from cuboid.mesh.place import Place
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.cuboid import CuboidParallel, Policy
 from cuboid.model.hf import from_pretrained, save_pretrained
+from cuboid.model.nn import MLP, Attention, Block, LayerModule, Linear, Model, Norm, Table
+from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import Pool, World, launch
+from cuboid.step.op import chain, fork, local, recomputed, residual
+from cuboid.step.runner import At, Stage
+from cuboid.step.schedule import Schedule
 
 __all__ = [
+    "MLP",
+    "At",
+    "Attention",
+    "Block",
     "Cuboid",
     "CuboidParallel",
+    "LayerModule",
+    "Linear",
     "Loss",
     "Mesh",
+    "Model",
     "ModelConfig",
+    "Norm",
+    "Parallel",
+    "Place",
     "Policy",
     "Pool",
     "RopeScaling",
+    "Schedule",
     "Serial",
     "Spec",
+    "Stage",
+    "Table",
     "Transformer",
     "World",
+    "chain",
     "factorisations",
+    "fork",
     "from_pretrained",
     "launch",
+    "local",
+    "recomputed",
+    "residual",
     "save_pretrained",
 ]
 __version__ = "0.1.0"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cuboid.comm.flight import Steps
 from cuboid.layers.attend import Attend
-from cuboid.layers.loss import Loss
+from cuboid.layers.loss import Loss, OwnLoss
 from cuboid.layers.product import Affine
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
@@ -75,6 +75,9 @@ class Serial:
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
         return OnTheSpot(weight, cross_entropy)
+
+    def own_loss(self, fn: Callable[[Tensor, Tensor], tuple[Tensor, Any]]) -> Layer:
+        return OwnLoss(fn)
 
 
 def norm(weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> Layer:

@@ -8,10 +8,17 @@ With l the logits of a row, V of them, t the target and e the smoothing:
 A part of the row gives (max, Σ exp(l − max), l_t if it has it, Σ l); the parts' rows merge into the whole's.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from cuboid.comm.collectives import all_reduce
+from cuboid.comm.flight import Steps
+from cuboid.mesh.mesh import Axis
+from cuboid.step.op import Ahead, Back, vjp
 
 
 @dataclass(frozen=True)
@@ -63,3 +70,35 @@ class Loss:
             hit = has.to(d.dtype) * (self.label_smoothing - 1)
             d.scatter_add_(1, local.clamp(0, classes - 1)[:, None], hit[:, None])
         return d.mul_((targets != self.ignore_index)[:, None])
+
+
+@dataclass(eq=False)
+class OwnLoss:
+    """X [s, b, d] -> [sum of losses, how many count], of a function of one's own: fn(X, targets) -> (sum, count), for a
+    rank's part of the residual stream. Over `axes` it is summed here, over the others with all losses."""
+
+    fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
+    axes: Sequence[Axis] = ()
+    takes: str = "residual"
+    gives: str = "loss"
+
+    def __call__(self, X: Tensor, w: Any, at: Any) -> Steps:
+        counted: list[Tensor] = []
+
+        def total(X: Tensor) -> Tensor:
+            losses, count = self.fn(X, at.targets)
+            counted.append(torch.as_tensor(count, dtype=losses.dtype, device=X.device))
+            return losses
+
+        losses, back = vjp(total, X) if at.train else (total(X), None)
+        sums = torch.stack((losses, counted[0])).to(torch.promote_types(X.dtype, torch.float32))
+        for axis in self.axes:
+            sums = all_reduce(sums, axis).wait()
+
+        def run(scale: Tensor, w: Any, before: Ahead) -> Steps:
+            assert back is not None
+            return back(scale.to(losses.dtype))[0]
+            yield
+
+        return sums, Back(run) if at.train else None
+        yield

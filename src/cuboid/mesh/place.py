@@ -54,6 +54,13 @@ class Place:
             for samples, b, rows in zip(*chunks, strict=True)
         ]
 
+    def take_features(self, whole: Tensor, fill: float = 0.0) -> Tensor:
+        """[batch, seq, d] of all ranks -> this rank's part of the residual stream, [s, b, d], padding filled."""
+        s, b, d = self.residual
+        rows, columns = b.clamp(max=self.batch - 1), (s - self.start).clamp(max=self.seq - 1)
+        inside = (s < self.start + self.seq)[:, None] & (b < self.batch)
+        return torch.where(inside[..., None], whole[rows][:, columns][..., d].transpose(0, 1), fill)
+
     def take(self, whole: Tensor, fill: int) -> Tensor:
         """[batch, seq] of all ranks -> this rank's [s, b], padding filled with `fill`."""
         columns, rows = self.positions - self.start, self.samples

@@ -13,10 +13,10 @@ Axis x plays m. When it is longer than the batch it cuts the sequence too: gcd(b
 sequence, dealt from both ends so that causal attention is even, with keys and values gathered over them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from cuboid.layers.attend import Attend
 from cuboid.layers.embedding import Lookup
 from cuboid.layers.head import HeadLoss
+from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
 from cuboid.layers.product import Affine, Out, Product
 from cuboid.layers.randomness import dropout, key_of
@@ -157,6 +158,9 @@ class CuboidParallel:
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
         return HeadLoss(weight, rows, self.mesh, self.policy.head_elements, takes="residual")
+
+    def own_loss(self, fn: Callable[[Tensor, Tensor], tuple[Tensor, Any]]) -> Layer:
+        return OwnLoss(fn, [self.mesh.y])
 
 
 def residual_dropout(config: ModelConfig, name: str) -> Layer:

@@ -16,6 +16,7 @@ from cuboid.layers.product import Affine
 from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Mesh
+from cuboid.mesh.place import Place
 from cuboid.model.parallel import Parallel, Role
 from cuboid.step.op import Layer, Local, chain, fit, recomputed, residual
 from cuboid.step.runner import At, Runner, Stage
@@ -102,11 +103,24 @@ class Linear(Module):
 
 
 class Table(Module):
-    """Rows to look up, split like the head's weight."""
+    """Rows to look up, split like the head's weight, which it can be as well."""
 
     def __init__(self, parallel: Parallel, rows: int, d: int, std: float) -> None:
         super().__init__(parallel)
         self.rows, self.weight = rows, self.declare("weight", "table", rows, d, std=std)
+
+    def lookup(self, positions: "Table | None" = None) -> Layer:
+        """ids -> residual: the tokens' rows, plus those of their positions."""
+        tables = [self] if positions is None else [self, positions]
+        return self.parallel.embed([table.weight for table in tables], [table.rows for table in tables])
+
+    def logits(self) -> Layer:
+        """residual -> the product with every row."""
+        return self.parallel.logits(self.weight, self.rows)
+
+    def head_loss(self) -> Layer:
+        """residual -> loss: cross entropy of the logits, which are never whole."""
+        return self.parallel.head_loss(self.weight, self.rows)
 
 
 class Norm(LayerModule):
@@ -176,21 +190,10 @@ class Block(LayerModule):
         )
 
 
-class Part(NamedTuple):
-    """A stage as a model describes it: its name, its layer, and the modules whose weights it needs. `again`: backward
-    needs them once more."""
-
-    name: str
-    layer: Layer
-    modules: Sequence[nn.Module]
-    again: bool = True
-
-
 class Model(nn.Module):
-    """A model of stages. A subclass makes its modules, describes its stages in `parts`, and calls `finish`.
+    """A model of stages. A subclass makes its modules, lists its stages in `stages`, and calls `finish`.
 
-    The weights of a module named by a stage travel together, and are unsharded while the stage runs. The last stage
-    gives the sum of losses and how many count; the model's loss is their quotient over all ranks.
+    The last stage gives the sum of losses and how many count; the model's loss is their quotient over all ranks.
     """
 
     def __init__(self, parallel: Parallel) -> None:
@@ -199,39 +202,47 @@ class Model(nn.Module):
         self._buckets: dict[nn.Module, Bucket] = {}
         self._replicated: dict[int, list[nn.Parameter]] = {}  # parameters by the number of ranks that hold each
 
-    def parts(self) -> Sequence[Part]:
-        """The stages, in the order of forward."""
-        raise NotImplementedError("a Model describes its stages in `parts`")
+    def stages(self) -> Sequence[Stage]:
+        """In the order of forward."""
+        raise NotImplementedError("a Model lists its stages")
 
     def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> None:
         """Check the stages, and give every parameter its first value by `seed`, or none yet."""
-        parts = self.parts()
-        self._check(parts)
+        stages, mesh = self.stages(), self.parallel.mesh
+        self._check(stages)
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
-        mesh = self.parallel.mesh
-        for module in dict.fromkeys(module for part in parts for module in part.modules):
+        for module in dict.fromkeys(module for stage in stages for module in stage.needs):
             # before there are values: buckets move the shards, and what is empty takes no memory
             self._buckets[module] = Bucket([(p, d.spec) for _, p, d in declared(module)], mesh, self.parallel.dtype)
         if seed is not None:
             initialise(self, seed)
         for _, parameter, d in declared(self):
             self._replicated.setdefault(d.spec.copies(mesh.cuboid), []).append(parameter)
-        self.runner = self.runner_of(parts)
+        self.runner = self.runner_of(stages)
 
-    def _check(self, parts: Sequence[Part]) -> None:
-        fit([part.name for part in parts], [part.layer for part in parts])
-        names = {parameter: name for name, parameter, _ in declared(self)}
-        used = {p for part in parts for module in part.modules for _, p, _ in declared(module)}
-        missing = [name for parameter, name in names.items() if parameter not in used]
+    def _check(self, stages: Sequence[Stage]) -> None:
+        fit([stage.name for stage in stages], [stage.layer for stage in stages])
+        if stages[-1].layer.gives != "loss":
+            raise ValueError(f"the last stage, {stages[-1].name}, gives no loss; end with head_loss or own_loss")
+        in_stages = {p for stage in stages for module in stage.needs for _, p, _ in declared(module)}
+        missing = [name for name, parameter, _ in declared(self) if parameter not in in_stages]
         if missing:
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ValueError(f"{shown}: in no stage, so no step would train them; name their module in a stage")
 
-    def runner_of(self, parts: Sequence[Part]) -> Runner:
-        sums_over = self.parallel.sums_over
-        stages = [Stage(p.name, p.layer, [self._buckets[m] for m in p.modules], p.again, sums_over) for p in parts]
-        return Runner(stages, self.parallel.mesh, self.parallel.schedule, self.parallel.retain_weights)
+    def runner_of(self, stages: Sequence[Stage]) -> Runner:
+        parallel = self.parallel
+        sums_over = [getattr(parallel.mesh, name) for name in parallel.sums_over]
+        return Runner(stages, self._buckets, parallel.schedule, sums_over, parallel.retain_weights)
+
+    def forward(
+        self, inputs: Tensor, targets: Tensor, place: Place, loss: Any = None, dropout: int | None = None
+    ) -> Tensor:
+        """The loss of a batch, the mean over all ranks. Inputs and targets are this rank's part of the batch, as taken by
+        `place.take` (token ids) or `place.take_features`. `loss` has options of the loss, `dropout` is the seed of this
+        batch's dropout; None is none."""
+        return self.runner(inputs, At(place, targets, loss, dropout))
 
     def play(
         self, batches: Sequence[tuple[Tensor, At]], order: Order | None = None, scale: float = 1.0

@@ -11,11 +11,11 @@ names, which layers take and give:
     loss        [2]                the sum of losses and how many count
 """
 
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cuboid.layers.product import Affine
 from cuboid.mesh.layout import Spec
@@ -69,3 +69,6 @@ class Parallel(Protocol):
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
         """residual -> loss, of the targets of this rank's rows."""
+
+    def own_loss(self, fn: Callable[[Tensor, Tensor], tuple[Tensor, Any]]) -> Layer:
+        """residual -> loss: fn(X, targets) -> (sum of losses, how many count), of a rank's part of both."""

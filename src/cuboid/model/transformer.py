@@ -6,12 +6,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from cuboid.layers.loss import Loss
 from cuboid.mesh.place import Place
-from cuboid.model.nn import Block, Model, Norm, Part, Table
+from cuboid.model.nn import Block, Model, Norm, Table
 from cuboid.model.parallel import Parallel
 from cuboid.step.op import chain, recomputed
-from cuboid.step.runner import At
+from cuboid.step.runner import At, Stage
 from cuboid.step.schedule import interleave
 
 #: What backward computes again rather than keep: nothing, attention, or everything inside a block.
@@ -19,11 +18,8 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class Transformer(Model):
-    """A GPT-2 or Llama language model; `forward` gives the loss of a batch, the mean over the tokens of all ranks.
-
-    Tokens and targets are this rank's, [s, b], as `Place.take` cuts them out of the whole batch. `dropout` is a seed
-    for this batch's dropout; None is none. A model without a `seed` is to be filled from a checkpoint.
-    """
+    """A GPT-2 or Llama language model; its loss is the mean over the tokens of all ranks. Tokens and targets are this
+    rank's, [s, b]. A model without a `seed` is to be filled from a checkpoint."""
 
     def __init__(
         self,
@@ -51,37 +47,25 @@ class Transformer(Model):
         """The table of the head: its own, or the embedding's."""
         return self.embed if self.head is None else self.head
 
-    def parts(self) -> Sequence[Part]:
-        parallel, table = self.parallel, self.classifier
-        return [*self._trunk(), Part("head", parallel.head_loss(table.weight, table.rows), [table], again=False)]
+    def stages(self) -> Sequence[Stage]:
+        return [*self._trunk(), Stage("head", self.classifier.head_loss(), [self.classifier], again=False)]
 
-    def _trunk(self) -> Sequence[Part]:
+    def _trunk(self) -> Sequence[Stage]:
         """All but the head."""
-        parallel = self.parallel
+        embed, dropout = self.embed.lookup(self.positions), self.parallel.dropout("embed")
         tables = [table for table in (self.embed, self.positions) if table is not None]
-        embed = parallel.embed([table.weight for table in tables], [table.rows for table in tables])
-        if parallel.config.dropout:
-            embed = chain(embed, parallel.dropout("embed"))
-        full = self.recompute == "full"
+        blocks = [recomputed(block) if self.recompute == "full" else block for block in self.blocks]
         return [
-            Part("embed", embed, tables, again=False),
-            *(Part(f"block {i}", recomputed(b) if full else b, [b]) for i, b in enumerate(self.blocks)),
-            Part("norm", self.norm, [self.norm]),
+            Stage("embed", chain(embed, dropout) if self.config.dropout else embed, tables, again=False),
+            *(Stage(f"block {i}", layer, [self.blocks[i]]) for i, layer in enumerate(blocks)),
+            Stage("norm", self.norm),
         ]
-
-    def forward(
-        self, tokens: Tensor, targets: Tensor, place: Place, loss: Loss = Loss(), dropout: int | None = None
-    ) -> Tensor:
-        """The loss of a batch."""
-        return self.runner(tokens, At(place, targets, loss, dropout))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, place: Place, caches: dict[Any, Any] | None = None) -> Tensor:
         """This rank's part of the logits, [s, b, v] at `place.logits`. `caches`, empty at first, remembers keys and
         values from call to call."""
-        table = self.classifier
-        last = Part("logits", self.parallel.logits(table.weight, table.rows), [table])
-        runner = self.runner_of([*self._trunk(), last])
+        runner = self.runner_of([*self._trunk(), Stage("logits", self.classifier.logits(), [self.classifier])])
         task, _ = runner.outputs(tokens, At(place, train=False, caches=caches))
         (found,) = interleave([task])
         return torch.cat(found, 1)

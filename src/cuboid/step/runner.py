@@ -12,7 +12,7 @@ forwards may be alive, in any order. Autograd sees one node.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cuboid.comm.collectives import all_reduce
 from cuboid.comm.flight import Steps
-from cuboid.mesh.mesh import Mesh
+from cuboid.mesh.mesh import Axis
 from cuboid.mesh.place import Place
 from cuboid.step.op import Back, Layer, nothing
 from cuboid.step.schedule import Move, Order, Schedule, Task, interleave
@@ -31,18 +31,17 @@ from cuboid.step.weights import Bucket, Gathered, Landing, Sums
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A layer, and the buckets of the weights it needs: in forward and, if `again`, in backward too. The last stage of
-    a model gives [sum of losses, how many count] of a rank, partial sums over the axes `sums_over`."""
+    """A layer, and the modules whose weights it needs, itself unless told: in forward and, if `again`, in backward too.
+    The weights of a module travel together, and are unsharded while the stage runs."""
 
     name: str
     layer: Layer
-    buckets: Sequence[Bucket]
+    modules: Sequence[Any] = ()
     again: bool = True
-    sums_over: Sequence[str] = ()
 
     @property
-    def large(self) -> bool:
-        return any(p.dim() > 1 for bucket in self.buckets for p in bucket.parameters)
+    def needs(self) -> Sequence[Any]:
+        return self.modules or (self.layer,)
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,11 @@ class _Shelf:
     them to the last that leaves them, the next stage's on their way where one is held alone. Of a stage that is not
     `needed` the gradients alone are kept."""
 
-    def __init__(self, stages: Sequence[Stage], needed: Sequence[bool], parts: int, ahead: bool, late: bool) -> None:
-        self._stages, self._needed, self._parts, self._ahead, self._late = stages, needed, parts, ahead, late
-        self._left = [parts] * len(stages)
+    def __init__(
+        self, buckets: Sequence[Sequence[Bucket]], needed: Sequence[bool], parts: int, ahead: bool, late: bool
+    ) -> None:
+        self._buckets, self._needed, self._parts, self._ahead, self._late = buckets, needed, parts, ahead, late
+        self._left = [parts] * len(buckets)
         self._flying: dict[int, Sequence[Callable[[], list[Tensor]]]] = {}
         self._held: dict[int, Gathered] = {}
 
@@ -84,14 +85,14 @@ class _Shelf:
         self._flying[i] = [partial(list, each) for each in weights]
 
     def _launch(self, i: int) -> None:
-        if i < len(self._stages) and self._left[i] and i not in self._flying and i not in self._held:
-            self._flying[i] = [bucket.gather() for bucket in self._stages[i].buckets] if self._needed[i] else ()
+        if i < len(self._buckets) and self._left[i] and i not in self._flying and i not in self._held:
+            self._flying[i] = [bucket.gather() for bucket in self._buckets[i]] if self._needed[i] else ()
 
     def take(self, i: int) -> Gathered:
         if i not in self._held:
             self._launch(i)
             weights = [land() for land in self._flying.pop(i)]
-            self._held[i] = Gathered(self._stages[i].buckets, weights, self._parts, self._late)
+            self._held[i] = Gathered(self._buckets[i], weights, self._parts, self._late)
             if self._ahead and len(self._held) == 1:
                 self._launch(i + 1)  # once these are here: they would share the link, and all would wait longer
         return self._held[i]
@@ -126,24 +127,33 @@ class Pass:
 
 
 class Runner:
-    """Of a model's stages. With `retain` unsharded weights are kept from forward to backward.
+    """Of a model's stages, with a bucket for each module that they need. The last gives [sum of losses, how many count],
+    partial sums over the axes `sums_over`. With `retain` unsharded weights are kept from forward to backward.
 
     `between` is called with the number of a stage when its input is there, and when the gradient of that is; `told`
     with the moves of a step that begin.
     """
 
-    def __init__(self, stages: Sequence[Stage], mesh: Mesh, schedule: Schedule, retain: bool = False) -> None:
-        self.stages, self.mesh, self.schedule = stages, mesh, schedule
-        self.buckets = list(dict.fromkeys(bucket for stage in stages for bucket in stage.buckets))
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        buckets: Mapping[Any, Bucket],
+        schedule: Schedule,
+        sums_over: Sequence[Axis] = (),
+        retain: bool = False,
+    ) -> None:
+        self.stages, self.schedule, self.sums_over = stages, schedule, sums_over
+        self._of = {stage: [buckets[module] for module in stage.needs] for stage in stages}
+        self.buckets = list(dict.fromkeys(bucket for each in self._of.values() for bucket in each))
         self.parameters = [p for bucket in self.buckets for p in bucket.parameters]
-        self.between: Callable[[int], None] = lambda stage: None
-        self.told: Callable[[Sequence[Move]], None] = lambda moves: None
-        large = [i for i, stage in enumerate(stages) if stage.again and stage.large]
+        self.between: Callable[[int], None] | None = None
+        self.told: Callable[[Sequence[Move]], None] | None = None
         again = [i for i, stage in enumerate(stages) if stage.again]
+        large = [i for i in again if any(p.dim() > 1 for each in self._of[stages[i]] for p in each.parameters)]
         self._kept = again if retain else large[-1:] if schedule.prefetch else []  # backward begins with the last
 
     def sums(self, passes: int = 1) -> Sums:
-        uses = Counter(bucket for stage in self.stages for bucket in stage.buckets)
+        uses = Counter(bucket for each in self._of.values() for bucket in each)
         return Sums({bucket: passes * uses[bucket] for bucket in self.buckets})
 
     # Forward
@@ -154,8 +164,8 @@ class Runner:
 
         def finish(sums: list[Tensor]) -> tuple[Tensor, Pass]:
             total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
-            for name in self.stages[-1].sums_over:
-                total = all_reduce(total, getattr(self.mesh, name)).wait()
+            for axis in self.sums_over:
+                total = all_reduce(total, axis).wait()
             passed.count = total[1].clamp(min=1)
             passed.early = [each._replace(land=partial(list, each.land())) for each in passed.early]
             return total[0] / passed.count, passed
@@ -166,14 +176,16 @@ class Runner:
         """Gives the last stage's Y of each sub-batch; the Pass is filled meanwhile."""
         ats = at.split(self.schedule.parts)
         passed, n = Pass([[] for _ in ats]), len(ats)
-        shelf = _Shelf(self.stages, [True] * len(self.stages), n, self.schedule.prefetch, late=False)
+        buckets = [self._of[stage] for stage in self.stages]
+        shelf = _Shelf(buckets, [True] * len(buckets), n, self.schedule.prefetch, late=False)
         each = zip(X.chunk(n, 1), ats, passed.backs, strict=True)
         return Task([self._through(*one, shelf, passed) for one in each], list), passed
 
     def _through(self, X: Any, at: At, backs: list[Back], shelf: _Shelf, passed: Pass) -> Steps:
         """One sub-batch through all stages."""
         for i, stage in enumerate(self.stages):
-            self.between(i)
+            if self.between is not None:
+                self.between(i)
             steps = stage.layer(X, shelf.take(i), at)
             del X
             X, back = yield from steps
@@ -193,8 +205,8 @@ class Runner:
         scale, stages, last = dloss / passed.count, self.stages[::-1], len(self.stages) - 1
         for bucket, land, shrunk in passed.early:
             sums.put(bucket, [None if gradient is None else gradient * (scale / shrunk) for gradient in land()])
-        needed = [stage.again for stage in stages]
-        shelf = _Shelf(stages, needed, len(passed.backs), self.schedule.prefetch, late)
+        buckets, needed = [self._of[stage] for stage in stages], [stage.again for stage in stages]
+        shelf = _Shelf(buckets, needed, len(passed.backs), self.schedule.prefetch, late)
         for i, weights in passed.kept.items():
             shelf.put(last - i, weights)
         passed.early.clear()
@@ -213,7 +225,8 @@ class Runner:
             steps = back.run(dY, shelf.take(i), before or nothing)
             del dY, back
             dY = yield from steps
-            self.between(len(backs))
+            if self.between is not None:
+                self.between(len(backs))
             gathered = shelf.leave(i)
             if gathered is not None:
                 gathered.release()
@@ -228,7 +241,7 @@ class Runner:
             stage, gathered = left.pop(0)
             gathered.settle()
             sums.add(gathered.reduce())
-            sums.used(stage.buckets)
+            sums.used(self._of[stage])
 
     # A step
 
@@ -237,10 +250,11 @@ class Runner:
         """Forward and backward of several micro-batches in an order; their losses. The gradient of `scale` times the
         mean of the losses is added to the parameters' as `backward()` would."""
         late = any(move.kind == "W" for moves in order for move in moves)
-        sums, dloss = self.sums(len(batches)), torch.tensor(scale / len(batches), device=self.mesh.device)
+        sums, dloss = self.sums(len(batches)), torch.tensor(scale / len(batches), device=self.parameters[0].device)
         losses, passes, left = dict[int, Tensor](), dict[int, Pass](), dict[int, list[tuple[Stage, Gathered]]]()
         for moves in order:
-            self.told(moves)
+            if self.told is not None:
+                self.told(moves)
             tasks = []
             for kind, i in moves:
                 if kind == "F":

@@ -54,15 +54,16 @@ class Bucket:
         parameters = [deepcopy(parameter, memo) for parameter in self.parameters]
         return Bucket(list(zip(parameters, self.specs, strict=True)), self.mesh, self.dtype)
 
-    def pieces(self, chosen: Sequence[int]) -> list[Sequence[int]]:
-        """Of the parameters `chosen`, in communication order, those that travel as one message each."""
+    def messages(self, chosen: Sequence[int] | None = None) -> list[Sequence[int]]:
+        """Of the parameters `chosen`, all unless told, in communication order: those that travel as one message each."""
+        chosen = self._split if chosen is None else chosen
         return [chosen[each] for each in neighbours([self._lengths[i] for i in chosen], self._least)]
 
     # Weights: shards -> unsharded
 
     def gather(self) -> Callable[[], list[Tensor]]:
         """Launch; the function returned waits for the unsharded weights."""
-        packed, pieces = self._packed(), self.pieces(self._split)
+        packed, pieces = self._packed(), self.messages()
         flight = None
         if self.gathers:
             assert packed is not None
@@ -104,7 +105,7 @@ class Bucket:
         sent = [i for i in self._split if gradients[i] is not None]
         if not self.gathers or not sent:
             return lambda: gradients
-        pieces = self.pieces(sent)
+        pieces = self.messages(sent)
         parts = [[self._by_rank(i, gradients) for i in piece] for piece in pieces]
         packed = [each.pop() if len(each) == 1 else torch.cat(each, 1) for each in parts]
         del parts

@@ -1,7 +1,7 @@
 """The training loop of one rank."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from cuboid.model.transformer import Transformer
 from cuboid.run.launch import World
 from cuboid.run.watch import watched
 from cuboid.step.runner import At
-from cuboid.step.schedule import Move, Schedule
+from cuboid.step.schedule import Schedule
 from cuboid.train import checkpoint
 from cuboid.train.agree import check
 from cuboid.train.config import TrainConfig, resolved_toml, same_run
@@ -120,7 +120,7 @@ class Trainer:
         if self.watch is not None:
             self.watch.step = self.done + 1
         start, parts = time.perf_counter(), config.data.micro_batches
-        losses = self._pass(self.model, self.micro_batches(self.done, range(parts)))
+        losses = self.model.play(self.micro_batches(self.done, range(parts)), scale=self.scale.scale)
         total = torch.stack(losses).mean()
         self._begin("optimizer")
         lr = learning_rate(self.done, config.schedule, config.optimizer.lr)
@@ -155,16 +155,6 @@ class Trainer:
             found.append((tokens, At(self.place_of(i), targets, self.loss, seed)))
         return found
 
-    def _pass(self, model: Transformer, batches: Sequence[tuple[Tensor, At]]) -> list[Tensor]:
-        """Forward and backward of micro-batches; their losses."""
-        if self.recorder is not None:
-            model.runner.told = self._begin_moves
-        return model.play(batches, scale=self.scale.scale)
-
-    def _begin_moves(self, moves: Sequence[Move]) -> None:
-        kinds = {move.kind for move in moves}
-        self._begin("forward" if kinds == {"F"} else "backward" if "F" not in kinds else "forward beside backward")
-
     def _begin(self, phase: str) -> None:
         if self.recorder is not None:
             self.recorder.begin(phase)
@@ -178,7 +168,7 @@ class Trainer:
         at = replace(at, place=replace(at.place, context=context))
         for _ in range(2):
             self.recorder = recorder = Recorder(model)
-            self._pass(model, [(tokens, at)])
+            model.play([(tokens, at)])
             self._begin("")
         self.recorder = None
         return recorder.end()

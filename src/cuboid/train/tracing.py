@@ -1,6 +1,7 @@
 """Steps that are traced, and the same work with the schedule off, to be drawn beside them."""
 
 import time
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -9,7 +10,7 @@ from cuboid.mesh.cuboid import AXES
 from cuboid.mesh.ledger import Ledger
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
-from cuboid.step.schedule import Schedule
+from cuboid.step.schedule import Move, Schedule
 from cuboid.train.trace import Phase, Trace
 
 WARM = 2  # steps before the first that is traced
@@ -32,11 +33,15 @@ class Recorder:
         self.model, self.layer = model, len(model.blocks) // 2
         self._begun: list[tuple[str, float]] = []
         self._moments: list[float] = []
-        model.parallel.mesh.ledger.spans, model.runner.between = [], self._between
+        model.parallel.mesh.ledger.spans, model.runner.between, model.runner.told = [], self._between, self._told
 
     def begin(self, phase: str) -> None:
         """What begins now, and ends what went on; nothing if it has no name."""
         self._begun.append((phase, time.perf_counter()))
+
+    def _told(self, moves: Sequence[Move]) -> None:
+        kinds = {move.kind for move in moves}
+        self.begin("forward" if kinds == {"F"} else "backward" if "F" not in kinds else "forward beside backward")
 
     def _between(self, stage: int) -> None:
         if stage - 1 - self.layer in (0, 1):  # the first stage is the embedding
@@ -45,7 +50,8 @@ class Recorder:
     def end(self) -> Trace:
         mesh = self.model.parallel.mesh
         mesh.ledger.settle()
-        spans, mesh.ledger.spans, self.model.runner.between = mesh.ledger.spans or [], None, lambda stage: None
+        spans, mesh.ledger.spans = mesh.ledger.spans or [], None
+        self.model.runner.between = self.model.runner.told = None
         phases = [Phase(name, start, stop) for (name, start), (_, stop) in pairwise(self._begun) if name]
         inside = [s for s in spans if any(p.start <= s.launched < p.stop for p in phases)]  # validation is not
         return Trace(mesh.rank, inside, phases, self._moments)
