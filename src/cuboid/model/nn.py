@@ -239,7 +239,7 @@ class Model(nn.Module):
     def forward(
         self, inputs: Tensor, targets: Tensor, place: Place, loss: Any = None, dropout: int | None = None
     ) -> Tensor:
-        """The loss of a batch, the mean over all ranks. Inputs and targets are this rank's part of the batch, as taken by
+        """The loss of a batch, the mean over all ranks. Inputs and targets are this rank's part of the batch, taken by
         `place.take` (token ids) or `place.take_features`. `loss` has options of the loss, `dropout` is the seed of this
         batch's dropout; None is none."""
         return self.runner(inputs, At(place, targets, loss, dropout))

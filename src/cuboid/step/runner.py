@@ -127,7 +127,7 @@ class Pass:
 
 
 class Runner:
-    """Of a model's stages, with a bucket for each module that they need. The last gives [sum of losses, how many count],
+    """Of a model's stages, with a bucket for each module they need. The last gives [sum of losses, how many count],
     partial sums over the axes `sums_over`. With `retain` unsharded weights are kept from forward to backward.
 
     `between` is called with the number of a stage when its input is there, and when the gradient of that is; `told`

@@ -55,7 +55,7 @@ class Bucket:
         return Bucket(list(zip(parameters, self.specs, strict=True)), self.mesh, self.dtype)
 
     def messages(self, chosen: Sequence[int] | None = None) -> list[Sequence[int]]:
-        """Of the parameters `chosen`, all unless told, in communication order: those that travel as one message each."""
+        """Of the parameters `chosen`, all unless told, in communication order: those of each message."""
         chosen = self._split if chosen is None else chosen
         return [chosen[each] for each in neighbours([self._lengths[i] for i in chosen], self._least)]
 
