@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.baselines.serial import attend_whole
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind, all_gather, all_reduce, collective
 from cuboid.comm.flight import Flight, Pause, Steps, token
 from cuboid.layers.embedding import Lookup, lookup
@@ -37,7 +38,7 @@ from cuboid.layers.norm import RMSNorm
 from cuboid.layers.product import Linear
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, ceil_div, cut, round_up
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.bucketed import Bucketed
 from cuboid.model.config import ModelConfig

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.flight import Steps
 from cuboid.layers.attention import attend, attend_both_ways, attend_cached, rotate
 from cuboid.layers.loss import Loss
@@ -15,7 +16,7 @@ from cuboid.layers.product import Linear
 from cuboid.layers.randomness import dropout
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.parallel import CAUSAL, Attend, Role

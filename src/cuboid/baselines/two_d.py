@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from cuboid.baselines import summa
 from cuboid.baselines.serial import attend_whole
+from cuboid.comm.axis import Axis
 from cuboid.comm.flight import Steps
 from cuboid.layers.loss import Loss
 from cuboid.layers.norm import Norm, norm
 from cuboid.layers.product import Linear
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, cut, round_up
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.bucketed import Bucketed
 from cuboid.model.config import ModelConfig

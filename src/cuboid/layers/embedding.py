@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, reduce_scatter
 from cuboid.comm.flight import Flight, Pause, Steps, token
-from cuboid.mesh.mesh import Axis
 from cuboid.step.weights import Weights
 
 

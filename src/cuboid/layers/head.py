@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter
 from cuboid.comm.flight import Flight, token
 from cuboid.layers.loss import Loss
 from cuboid.layers.product import mm
 from cuboid.mesh.layout import ceil_div
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.step.weights import Bucket, Weights
 
 

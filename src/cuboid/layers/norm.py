@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce
 from cuboid.comm.flight import Flight, Pause, Steps, token
-from cuboid.mesh.mesh import Axis
 from cuboid.step.fuse import Fuse, plain
 from cuboid.step.weights import Bucket, Weights
 

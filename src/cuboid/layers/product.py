@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, reduce_scatter
 from cuboid.comm.flight import Flight, Pause, Steps, landed, token
-from cuboid.mesh.mesh import Axis
 from cuboid.step.weights import Bucket, Weights, joined
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import collective
 from cuboid.comm.flight import Steps
 from cuboid.layers.attention import attend, attend_both_ways, attend_cached, rotate
@@ -33,7 +34,7 @@ from cuboid.layers.norm import Norm, RMSNorm, norm
 from cuboid.layers.product import Linear, Out, Product, product
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, ceil_div, cut, round_up
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.bucketed import Bucketed
 from cuboid.model.config import ModelConfig

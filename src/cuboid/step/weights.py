@@ -28,10 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.comm.collectives import LEAST_ALONE, all_gather, all_reduce, reduce_scatter_each
+from cuboid.comm.axis import Axis
+from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter_each
 from cuboid.comm.flight import Flight, landed, token
+from cuboid.comm.transport.gloo import LEAST_ALONE
 from cuboid.mesh.layout import Spec, ceil_div
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 
 Holder = Literal["forward", "backward"]
 Gradients = list[Tensor | None]  # of a bucket's shards

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from cuboid.comm.ledger import Ledger
 from cuboid.mesh.cuboid import AXES
-from cuboid.mesh.ledger import Ledger
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
 from cuboid.step.schedule import Schedule
