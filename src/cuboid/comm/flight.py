@@ -51,7 +51,7 @@ class Flight:
         self._stamps: Stamps | None = None
         self._number = 0 if axis is None or axis.journal is None else axis.journal.count
         if works and span is not None and axis is not None:
-            self._stamps = axis.transport.stamp(works, span, listed=axis.ledger.spans is not None)
+            self._stamps = axis.transport.stamp(works, span, axis.ledger.spans is not None)
             if not axis.overlap:
                 self._land()
 
@@ -61,11 +61,10 @@ class Flight:
 
     def _land(self) -> None:
         works, self._works = self._works, ()
-        if works and self._span is not None and self._axis is not None:
-            self._clock_wait(works, self._span, self._axis)
-
-    def _clock_wait(self, works: Sequence[dist.Work], span: Span, axis: Axis) -> None:
-        stamps, ledger = self._stamps, axis.ledger
+        span, axis, stamps = self._span, self._axis, self._stamps
+        if not works or span is None or axis is None:
+            return
+        ledger = axis.ledger
         if stamps is None:
             start = time.perf_counter()
             for work in works:

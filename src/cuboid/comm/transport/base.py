@@ -86,7 +86,7 @@ class Transport:
         if self._own_stays:
             row, i = received[0], self.index
             return [self.shift(x[1 - i], row, 1)], (row, x[1]) if i else (x[0], row)
-        return self.all_to_all(x, received), list(received)
+        return [self.wire.all_to_all_single(received, x, group=self.group, async_op=True)], list(received)
 
     def stamp(self, works: Works, span: Span, listed: bool) -> Stamps | None:
         """Have it noted when the works land; `listed`: the span itself will be read. A GPU's `wait` only makes the

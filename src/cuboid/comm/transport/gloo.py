@@ -53,7 +53,7 @@ class Gloo(Transport):
             return super().all_gather(x, whole)
         row, rows = x.view(-1), whole.view(self.size, x.numel())
         if self.size > 2 and x.nbytes < LEAST_ALONE:
-            return super().all_to_all(row.repeat(self.size, 1), rows)
+            return self.all_to_all(row.repeat(self.size, 1), rows)
         if self.back is None or self.size > 2:
             works: Works = [self.shift(row, rows[self.index - by], by) for by in range(1, self.size)]
         else:
