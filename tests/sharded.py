@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.baselines.serial import Serial
+
 TwoD = None
 from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import Cuboid

@@ -14,11 +14,13 @@ from torch import Tensor
 from cuboid.baselines.serial import Serial
 from cuboid.baselines.summa import sweep
 from cuboid.baselines.two_d import TwoD
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import broadcast, reduce
 from cuboid.comm.flight import Flight, landed
+from cuboid.comm.transport.gloo import Gloo
 from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.generate import Sampling, generate
 from cuboid.model.nn import declared
@@ -143,7 +145,8 @@ def rooted(world: World, size: int, per_host: int, mates: int) -> None:
     """Broadcasts from and reduces to every rank of a line, all under way at once, of values whose sum bf16 rounds."""
     mesh = Mesh(Cuboid(1, size, 2), world.rank, per_host=per_host)
     y, at = mesh.y, range(size)
-    assert y.mates == mates
+    assert isinstance(y.transport, Gloo)
+    assert y.transport.mates == mates
 
     def value(i: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.full((i + 1, 5), 256.0 if i == 0 else 1.0, dtype=dtype)  # the ranks' shapes differ

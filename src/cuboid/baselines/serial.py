@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.flight import Steps
 from cuboid.layers.attend import Attend
 from cuboid.layers.loss import Loss, OwnLoss
 from cuboid.layers.product import Affine
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import residual_dropout

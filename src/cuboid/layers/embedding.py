@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, reduce_scatter
 from cuboid.comm.flight import Pause, Steps
 from cuboid.mesh.layout import cut
-from cuboid.mesh.mesh import Axis
 from cuboid.step.op import Ahead, Back
 from cuboid.step.weights import Gathered
 

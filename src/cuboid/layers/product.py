@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, reduce_scatter
 from cuboid.comm.flight import Flight, Pause, Steps, landed
-from cuboid.mesh.mesh import Axis
 from cuboid.step.op import Ahead, Back
 from cuboid.step.weights import Gathered, joined
 

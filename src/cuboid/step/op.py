@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind
 from cuboid.comm.flight import Pause, Steps
-from cuboid.mesh.mesh import Axis
 
 Ahead = Callable[[], None]
 

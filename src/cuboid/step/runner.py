@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_reduce
 from cuboid.comm.flight import Steps
-from cuboid.mesh.mesh import Axis
 from cuboid.mesh.place import Place
 from cuboid.step.op import Back, Layer, nothing
 from cuboid.step.schedule import Move, Order, Schedule, Task, interleave

@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.comm.collectives import LEAST_ALONE, all_gather, all_reduce, reduce_scatter_each
+from cuboid.comm.axis import Axis
+from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter_each
+from cuboid.comm.transport.gloo import LEAST_ALONE
 from cuboid.mesh.layout import Spec, ceil_div
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 
 Gradients = list[Tensor | None]  # of a bucket's parameters
 Landing = Callable[[], Gradients]  # waits for them
