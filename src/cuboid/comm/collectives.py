@@ -50,7 +50,10 @@ def all_gather(x: Tensor, axis: Axis, pieces: Sequence[int] = ()) -> Flight:
     x, pieces = x.contiguous(), pieces or [x.shape[0]]
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     span = _launched("all_gather", whole.shape, whole.dtype, axis)
-    places, gather = whole.split([axis.size * rows for rows in pieces]), axis.transport.all_gather
+    gather = axis.transport.all_gather
+    if len(pieces) == 1:
+        return Flight(gather(x, whole), lambda: whole, span, axis)
+    places = whole.split([axis.size * rows for rows in pieces])
     works = [work for piece, place in zip(x.split(pieces), places, strict=True) for work in gather(piece, place)]
     return Flight(works, lambda: whole, span, axis)
 

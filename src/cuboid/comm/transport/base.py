@@ -56,7 +56,7 @@ class Transport:
     def shift(self, x: Tensor, other: Tensor, by: int) -> Work:
         """x [n] to the rank `by` places further, the first behind the last; into other [n] what comes so."""
         there, here = [0] * self.size, [0] * self.size
-        there[(self.index + by) % self.size] = here[(self.index - by) % self.size] = len(x)
+        there[(self.index + by) % self.size] = here[(self.index - by) % self.size] = x.numel()
         return cast(Work, self.wire.all_to_all_single(other, x, here, there, group=self.group, async_op=True))
 
     def reduce_scatter(self, xs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Works, Result]:
@@ -68,14 +68,15 @@ class Transport:
         wide, rows = torch.promote_types(like.dtype, torch.float32), p - self._own_stays
         received = like.new_empty(rows * sum(lengths))
         works, each = list[Work](), list[Sequence[Tensor]]()
-        for x, place in zip(xs, received.split([rows * n for n in lengths]), strict=True):
+        places = [received] if len(xs) == 1 else received.split([rows * n for n in lengths])
+        for x, place in zip(xs, places, strict=True):
             launched, parts = self._exchange(x.view(p, -1), place.view(rows, -1))
             works += launched
             each.append(parts)
 
         def land() -> Tensor:
             total = received.to(wide) if p == 2 else received.new_empty(sum(lengths), dtype=wide)
-            for place, parts in zip(total.split(lengths), each, strict=True):
+            for place, parts in zip([total] if len(each) == 1 else total.split(lengths), each, strict=True):
                 place.add_(parts[i]) if p == 2 else add(parts, place)
             return total.to(dtype)
 
@@ -84,9 +85,11 @@ class Transport:
     def _exchange(self, x: Tensor, received: Tensor) -> tuple[Works, Sequence[Tensor]]:
         """Of x [p, n] a row to each rank; theirs for this one, by rank."""
         if self._own_stays:
-            row, i = received[0], self.index
-            return [self.shift(x[1 - i], row, 1)], (row, x[1]) if i else (x[0], row)
-        return [self.wire.all_to_all_single(received, x, group=self.group, async_op=True)], list(received)
+            (first, second), row = x.unbind(), received.view(-1)
+            if self.index:
+                return [self.shift(first, row, 1)], (row, second)
+            return [self.shift(second, row, 1)], (first, row)
+        return [self.wire.all_to_all_single(received, x, group=self.group, async_op=True)], received.unbind()
 
     def stamp(self, works: Works, span: Span, listed: bool) -> Stamps | None:
         """Have it noted when the works land; `listed`: the span itself will be read. A GPU's `wait` only makes the

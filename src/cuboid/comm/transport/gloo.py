@@ -51,15 +51,16 @@ class Gloo(Transport):
             return [self.wire.all_gather_single(whole, x, group=self.aside, async_op=True)]
         if self._ring:
             return super().all_gather(x, whole)
-        row, rows = x.view(-1), whole.view(self.size, x.numel())
+        i, row, rows = self.index, x.view(-1), whole.view(self.size, x.numel())
         if self.size > 2 and x.nbytes < LEAST_ALONE:
             return self.all_to_all(row.repeat(self.size, 1), rows)
+        places = rows.unbind()
         if self.back is None or self.size > 2:
-            works: Works = [self.shift(row, rows[self.index - by], by) for by in range(1, self.size)]
+            works: Works = [self.shift(row, places[i - by], by) for by in range(1, self.size)]
         else:
-            i, x = self.index, x.view(1, -1)
+            x = x.view(1, -1)
             works = self._swap(x[i:], rows[:i], x[:i], rows[i + 1 :])
-        rows[self.index] = row
+        places[i].copy_(row)
         return works
 
     def all_reduce(self, total: Tensor) -> Works:
