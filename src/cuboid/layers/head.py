@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm.collectives import all_gather, reduce_scatter
+from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind, all_gather, reduce_scatter
 from cuboid.comm.flight import Pause, Steps
 from cuboid.layers.loss import Loss
 from cuboid.layers.product import mm
@@ -28,7 +28,7 @@ from cuboid.step.weights import Gathered
 @dataclass(eq=False)
 class HeadLoss:
     """X [s/y, b, d/z] -> [sum of losses, how many count] of this rank's rows, in fp32 or better. At most `elements` of
-    partial logits live at a time."""
+    partial logits live at a time. Where `kind` is copy, X is whole: [s, b, d/z]."""
 
     weight: nn.Parameter
     vocab: int
@@ -36,10 +36,11 @@ class HeadLoss:
     elements: int
     takes: str = ""
     gives: str = "loss"
+    kind: Kind = "all_gather"
 
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
         mesh, (s, b) = self.mesh, at.targets.shape
-        flight, sent, width = all_gather(X_s, mesh.y), X_s.nbytes * (mesh.y.size - 1), X_s.shape[-1]
+        flight, sent, width = COLLECTIVES[self.kind](X_s, mesh.y), X_s.nbytes * (mesh.y.size - 1), X_s.shape[-1]
         del X_s
         yield Pause(sent, 6 * s * b * width * self.vocab / mesh.y.size)
         X, train = flight.wait(), at.train and self.weight.requires_grad
@@ -52,7 +53,7 @@ class HeadLoss:
         del flight, X, dW, w
         if dX is None:
             return sums, None
-        flight = reduce_scatter(dX, mesh.y)
+        flight = COLLECTIVES[TRANSPOSE[self.kind]](dX, mesh.y)
         del dX
         yield Pause(sent)
         dX_s = [flight.wait()]
