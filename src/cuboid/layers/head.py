@@ -73,8 +73,7 @@ class HeadLoss:
         start, _ = cut(self.vocab, mesh.y.size, mesh.y.index)
         chunk = chunk_rows(s, mesh.z.size, b * ceil_div(self.vocab, mesh.y.size), self.elements)
         dX = torch.empty_like(X) if at.train else None
-        if X.dtype == torch.float16:
-            w.shrunk = 2.0 ** -max(0, (s * b).bit_length() - 9)  # a sum of s·b terms of up to 128 does not overflow
+        w.shrunk = shrinkage(X.dtype, s * b)
         for top in range(0, s, chunk):
             rows = slice(top, top + chunk)
             X_m = X[rows].flatten(0, 1)
@@ -90,6 +89,11 @@ class HeadLoss:
                 if dW is not None:
                     mm(dlogits.T, X_m if w.shrunk == 1 else X_m * w.shrunk, dW, add=True)  # (3)
         return dX
+
+
+def shrinkage(dtype: torch.dtype, rows: int) -> float:
+    """What X is multiplied by, so that in fp16 a sum over so many rows, of terms of up to 128, does not overflow."""
+    return 2.0 ** -max(0, rows.bit_length() - 9) if dtype == torch.float16 else 1.0
 
 
 def chunk_rows(s: int, z: int, row: int, limit: int) -> int:
