@@ -1,7 +1,7 @@
 """2-D and 2.5-D parallel: the step on one device, and its cost by formula."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -16,18 +16,20 @@ from cuboid.baselines.summa import sweep
 from cuboid.baselines.two_d import TwoD
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import broadcast, reduce
-from cuboid.comm.flight import Flight, landed
-from cuboid.comm.transport.gloo import Gloo
+from cuboid.comm.flight import Flight, Steps, landed
 from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.generate import Sampling, generate
-from cuboid.model.nn import declared
+from cuboid.model.nn import Part, declared
 from cuboid.model.transformer import Transformer
 from cuboid.plan.cost.two_d import two_d_cost
-from cuboid.plan.measure import count_flops, saved_for_backward
+from cuboid.plan.measure import Memory, count_flops
 from cuboid.run.launch import Pool, World
+from cuboid.step.op import Ahead, Back, chain
+from cuboid.step.runner import At
+from cuboid.step.weights import Gathered
 
 Pools = Callable[[int], Pool]
 
@@ -80,10 +82,11 @@ def counted(world: World, case: Case, compute: torch.dtype | None) -> tuple[Coun
     parallel = TwoD(case.config, mesh, compute)
     model, place = Transformer(parallel, case.seed, recompute=case.recompute), parallel.place(case.batch, case.seq)
     tokens, targets = batch_of(case)
+    mine = place.take(tokens, 0), place.take(targets, -100)
     with count_flops() as flops:
-        with saved_for_backward(model) as saved:
-            loss = model(place.take(tokens, 0), place.take(targets, -100), place, case.loss, case.dropout)
-        held = saved.bytes
+        with Memory(model) as memory:
+            loss = model(*mine, place, case.loss, case.dropout)
+            held = memory.saved(loss)
         loss.backward()
     mesh.close()
     sizes = [sum(p.nbytes for p in model.parameters() if (p.dim() > 1) == matrix) for matrix in (True, False)]
@@ -217,17 +220,46 @@ def test_two_d_bf16_matmul_stays_within_rounding(case: Case, pool: Pools) -> Non
         assert wrong(errors, 1e-5)  # and bf16 they are
 
 
+class Weighted:
+    """logits [s, b, v] -> the sum of their products with numbers of their own, as a stage that gives losses."""
+
+    takes, gives = "", "loss"
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def __call__(self, logits: Tensor, w: Gathered, at: At) -> Steps:
+        s, b, v = at.place.logits
+        shape, generator = (at.place.seq, at.place.batch, self.config.vocab), torch.Generator().manual_seed(1)
+        numbers = torch.randn(shape, generator=generator, dtype=torch.float64)[s[:, None, None], b[:, None], v]
+
+        def run(scale: Tensor, w: Gathered, before: Ahead) -> Steps:
+            return scale * numbers
+            yield
+
+        return torch.stack(((logits * numbers).sum(), torch.tensor(1.0))), Back(run)
+        yield
+
+
+class OwnLoss(Transformer):
+    """With a loss of its logits."""
+
+    def parts(self) -> Sequence[Part]:
+        *trunk, head = super().parts()
+        table = self.classifier
+        logits = self.parallel.logits(table.weight, table.rows)
+        return [*trunk, Part("own loss", chain(logits, Weighted(self.config)), head.modules)]
+
+
 def differentiated(world: World, config: ModelConfig, cuboid: Cuboid) -> dict[str, float]:
-    """The gradients of logits that are used for something else than the loss, against one device's."""
+    """The gradients of logits that are used for something else than the loss, against one device's. The latter's loss
+    is a sum over one rank, ours a mean over x·y."""
     mesh = Mesh(cuboid, world.rank)
     batch = cuboid.x * cuboid.y
-    tokens = torch.arange(batch * 6).view(batch, 6) % config.vocab
-    grads = []
-    for parallel in (TwoD(config, mesh), Serial(config)):
-        model, place = Transformer(parallel, dtype=torch.float64), parallel.place(batch, 6)
-        weight = torch.randn(6, batch, config.vocab, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        s, b, v = place.logits
-        (model.logits(place.take(tokens, 0), place) * weight[s[:, None, None], b[:, None], v]).sum().backward()
+    tokens, grads = torch.arange(batch * 6).view(batch, 6) % config.vocab, []
+    for parallel, ranks in ((TwoD(config, mesh), batch), (Serial(config), 1)):
+        model, place = OwnLoss(parallel, dtype=torch.float64), parallel.place(batch, 6)
+        (ranks * model.runner(place.take(tokens, 0), At(place))).backward()
         grads.append({name: (d.spec, parameter.grad) for name, parameter, d in declared(model)})
     mesh.close()
     mine, whole = grads
@@ -237,8 +269,9 @@ def differentiated(world: World, config: ModelConfig, cuboid: Cuboid) -> dict[st
     }
 
 
-def test_two_d_logits_are_differentiable(pool: Pools) -> None:
-    for errors in pool(8).run(differentiated, GPT2, Cuboid(2, 2, 2)):
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_two_d_logits_are_differentiable(config: ModelConfig, pool: Pools) -> None:
+    for errors in pool(8).run(differentiated, config, Cuboid(2, 2, 2)):
         assert not wrong(errors)
 
 
