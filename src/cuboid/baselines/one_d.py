@@ -19,7 +19,7 @@ The look-up moves what an out_of product moves, the head what an into product do
 for backward, and dX travels under the product that makes dW.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,12 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.baselines.serial import norm
 from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind
 from cuboid.comm.flight import Pause, Steps
 from cuboid.layers.attend import Attend
 from cuboid.layers.embedding import Lookup
 from cuboid.layers.head import HeadLoss
+from cuboid.layers.loss import OwnLoss
+from cuboid.layers.norm import Normalise
 from cuboid.layers.product import Affine, add_up, mm
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, cut, round_up
@@ -43,7 +44,7 @@ from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import residual_dropout
 from cuboid.model.parallel import Role
 from cuboid.model.rotary import rotation
-from cuboid.step.op import Ahead, Back, Layer, Local, Moved, chain
+from cuboid.step.op import Ahead, Back, Layer, Moved, chain
 from cuboid.step.schedule import OFF, Schedule
 from cuboid.step.weights import Gathered
 
@@ -56,6 +57,7 @@ CUTS: dict[Role, tuple[tuple[str, ...], ...]] = {
     "table": (("y",), ()),
 }
 HEAD_ELEMENTS = 1 << 24  # of logits at a time, as on a cuboid
+ALONE = Axis("", 1, 0)  # of what is not cut
 
 
 def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
@@ -124,19 +126,19 @@ class OneD:
         return Lookup(tables, rows, self.mesh.y, gives="residual", kind=self._after)
 
     def norm(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Layer:
-        return norm(weight, bias, self.config.norm_eps)
+        return Normalise(weight, bias, ALONE, self.config.norm_eps, takes="residual", gives="residual")
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
         return MegatronLinear(linears, self._before, self.mesh.y, "residual", "heads" if heads else "inner")
 
     def attend(self, norms: Sequence[nn.Parameter] = (), causal: bool = True) -> Layer:
-        c, alone = self.config, Axis("", 1, 0)
-        return Attend(c.heads, c.kv_heads, c.head_dim, alone, alone, norms, c.norm_eps, causal)
+        c = self.config
+        return Attend(c.heads, c.kv_heads, c.head_dim, ALONE, ALONE, norms, c.norm_eps, causal)
 
     def out_of(self, linear: Affine, heads: bool = False) -> Layer:
-        takes, alone = "attended" if heads else "inner", Axis("", 1, 0)
-        product = MegatronLinear([linear._replace(bias=None)], "copy", alone, takes, "residual")
-        bias = [] if linear.bias is None else [Local(torch.add, linear.bias)]
+        takes = "attended" if heads else "inner"
+        product = MegatronLinear([linear._replace(bias=None)], "copy", ALONE, takes, "residual")
+        bias = [] if linear.bias is None else [Bias(linear.bias)]
         return chain(product, Moved(self._after, self.mesh.y, self.config.hidden), *bias)
 
     def dropout(self, name: str) -> Layer:
@@ -147,6 +149,9 @@ class OneD:
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
         return HeadLoss(weight, rows, self.mesh, self.head_elements, takes="residual", kind=self._before)
+
+    def own_loss(self, fn: Callable[[Tensor, Tensor], tuple[Tensor, Any]]) -> Layer:
+        return OwnLoss(fn, [self.mesh.y] if self.sequence else [])
 
 
 @dataclass(eq=False)
@@ -191,3 +196,21 @@ class MegatronLinear:
                 mm(dY.T, X, *w.gradient([weight]))
             if bias is not None and bias.requires_grad:
                 add_up(dY[None], *w.gradient([bias]))
+
+
+@dataclass(eq=False)
+class Bias:
+    """Y + b, in the memory of Y."""
+
+    bias: nn.Parameter
+    takes: str = ""
+    gives: str = ""
+
+    def __call__(self, Y: Tensor, w: Gathered, at: Any) -> Steps:
+        def run(dY: Tensor, w: Gathered, before: Ahead) -> Steps:
+            w.add(self.bias, dY.sum((0, 1)))
+            return dY
+            yield
+
+        return Y.add_(w[self.bias]), Back(run) if at.train else None
+        yield

@@ -114,6 +114,7 @@ class SummaProduct:
         y, z, X_s, Ws = self.mesh.y, self.mesh.z, saved.pop(), [w[linear.weight] for linear in self.linears]
         X, W = X_s.flatten(0, 1), joined(Ws)
         dY = (torch.cat(dYs, -1) if len(Ws) > 1 else dYs).flatten(0, 1)
+        del dYs
 
         def launch(i: int) -> Flights:
             return broadcast(W, y, i, W.shape), broadcast(X, z, i, X.shape)

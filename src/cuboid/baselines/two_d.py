@@ -13,13 +13,15 @@ With x = 1 this is 2-D. Else every layer holds the weights and works on its own 
 are summed over x: the depth of 2.5-D cuts no product, it replicates, as axis data does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cuboid.baselines.summa import SummaLogits, SummaLookup, SummaLoss, SummaProduct
 from cuboid.layers.attend import Attend
+from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
 from cuboid.layers.product import Affine
 from cuboid.mesh.cuboid import Cuboid
@@ -121,3 +123,6 @@ class TwoD:
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
         return SummaLoss(weight, rows, self.mesh)
+
+    def own_loss(self, fn: Callable[[Tensor, Tensor], tuple[Tensor, Any]]) -> Layer:
+        return OwnLoss(fn, [self.mesh.z])
