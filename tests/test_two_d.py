@@ -18,6 +18,7 @@ from cuboid.baselines.two_d import TwoD
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import broadcast, reduce
 from cuboid.comm.flight import Flight, landed
+from cuboid.comm.transport.gloo import Gloo
 from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh

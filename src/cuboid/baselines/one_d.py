@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind
 from cuboid.comm.flight import Pause, Steps
 from cuboid.layers.attend import Attend
@@ -38,7 +39,7 @@ from cuboid.layers.norm import Normalise
 from cuboid.layers.product import Affine, add_up, mm
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, cut, round_up
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import residual_dropout

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.baselines.summa import SummaLogits, SummaLookup, SummaLoss, SummaProduct
+from cuboid.comm.axis import Axis
 from cuboid.layers.attend import Attend
 from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
 from cuboid.layers.product import Affine
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, cut, round_up
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import residual_dropout
