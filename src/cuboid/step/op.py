@@ -328,9 +328,9 @@ class Recomputed:
 
     def _run(self, saved: list[Any], dY: Any, w: Any, at: Any, before: Ahead) -> Steps:
         steps = self.inner(saved.pop(), w, at)
-        _, back = yield from steps
+        Y, back = yield from steps
         steps = back.run(dY, w, before)
-        del dY, back
+        del Y, dY, back
         dX = yield from steps
         return dX
 

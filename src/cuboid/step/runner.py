@@ -250,7 +250,8 @@ class Runner:
         """Forward and backward of several micro-batches in an order; their losses. The gradient of `scale` times the
         mean of the losses is added to the parameters' as `backward()` would."""
         late = any(move.kind == "W" for moves in order for move in moves)
-        sums, dloss = self.sums(len(batches)), torch.tensor(scale / len(batches), device=self.parameters[0].device)
+        sums = self.sums(len(batches))
+        dloss = torch.tensor(scale / len(batches), dtype=torch.float64, device=self.parameters[0].device)
         losses, passes, left = dict[int, Tensor](), dict[int, Pass](), dict[int, list[tuple[Stage, Gathered]]]()
         for moves in order:
             if self.told is not None:
