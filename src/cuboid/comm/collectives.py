@@ -17,7 +17,6 @@ the size of the axis.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cuboid.comm.axis import Axis
-from cuboid.comm.flight import Flight, Pause, Steps, landed, token
+from cuboid.comm.flight import Flight, landed
 from cuboid.comm.ledger import Span
 from cuboid.comm.transport.base import Wait
 
@@ -167,60 +166,6 @@ TRANSPOSE: dict[Kind, Kind] = {
     "all_reduce": "copy",
     "copy": "all_reduce",
 }
-
-
-@dataclass
-class _Call:
-    """What the two nodes of one collective share."""
-
-    kind: Kind
-    axis: Axis
-    flight: Flight | None = None
-
-    def land(self) -> Tensor:
-        assert self.flight is not None
-        flight, self.flight = self.flight, None
-        return flight.wait()
-
-
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call) -> Tensor:
-        ctx.call = call
-        call.flight = COLLECTIVES[call.kind](x, call.axis)
-        return token(x)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.call.land(), None
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, call: _Call) -> Tensor:
-        ctx.call = call
-        y = call.land()
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        call = ctx.call
-        call.flight = COLLECTIVES[TRANSPOSE[call.kind]](dy, call.axis)
-        return token(dy), None
-
-
-def collective(kind: Kind, x: Tensor, axis: Axis) -> Steps:
-    """A collective that autograd differentiates: launched now, awaited when the steps go on. Its backward is the
-    transposed collective, launched where the forward waited and awaited where the forward launched."""
-    if axis.size == 1:
-        return x
-    call = _Call(kind, axis)
-    launched = _Launch.apply(x, call)
-    yield Pause(sent=_sent(x.nbytes, axis) * (axis.size if kind == "all_gather" else 1))
-    return _Wait.apply(launched, call)
-
-
-# Outside the steps: they return when they are done, and are not counted.
 
 
 def _blocking(kind: str, axis: Axis) -> AbstractContextManager[None]:

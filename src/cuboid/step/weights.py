@@ -80,7 +80,7 @@ class Bucket:
             for i, weight in zip(self._split, found, strict=True):
                 rows, *rest = self.shapes[i]
                 whole[i] = weight.view(self._rows[i] * self.mesh.x.size, *rest)[:rows]
-            return whole if whole[0].dtype == self.dtype else [weight.to(self.dtype) for weight in whole]
+            return whole if self.parameters[0].dtype == self.dtype else [weight.to(self.dtype) for weight in whole]
 
         return land
 
