@@ -249,6 +249,12 @@ class Runner:
     def play(self, batches: Sequence[tuple[Tensor, At]], order: Order, scale: float = 1.0) -> list[Tensor]:
         """Forward and backward of several micro-batches in an order; their losses. The gradient of `scale` times the
         mean of the losses is added to the parameters' as `backward()` would."""
+        named = sorted({move.batch for moves in order for move in moves})
+        if not named or named != list(range(len(batches))):
+            raise ValueError(
+                f"the order is of micro-batches {named}, but there are {len(batches)} micro-batches; it names each from "
+                "0 on"
+            )
         late = any(move.kind == "W" for moves in order for move in moves)
         sums, dloss = self.sums(len(batches)), torch.tensor(scale / len(batches), device=self.parameters[0].device)
         losses, passes, left = dict[int, Tensor](), dict[int, Pass](), dict[int, list[tuple[Stage, Gathered]]]()
@@ -270,8 +276,9 @@ class Runner:
                     left[i] = found[1]
         gradients = sums.finish()
         mine = [p for p in self.parameters if p in gradients]
-        with torch.enable_grad():
-            _Gradients.apply([gradients.pop(p) for p in mine], *mine).backward()
+        if mine:  # else all parameters are frozen
+            with torch.enable_grad():
+                _Gradients.apply([gradients.pop(p) for p in mine], *mine).backward()
         return [losses[i] for i in range(len(batches))]
 
     def __call__(self, X: Tensor, at: At) -> Tensor:
