@@ -256,7 +256,8 @@ class Runner:
                 "0 on"
             )
         late = any(move.kind == "W" for moves in order for move in moves)
-        sums, dloss = self.sums(len(batches)), torch.tensor(scale / len(batches), device=self.parameters[0].device)
+        device = self.parameters[0].device
+        sums, dloss = self.sums(len(batches)), torch.tensor(scale / len(batches), dtype=torch.float64, device=device)
         losses, passes, left = dict[int, Tensor](), dict[int, Pass](), dict[int, list[tuple[Stage, Gathered]]]()
         for moves in order:
             if self.told is not None:
