@@ -130,10 +130,10 @@ def errors_of_orders(world: World, shape: Cuboid, setting: Setting) -> dict[str,
     batches = batches_on(model.parallel)
     for order in ORDERS:
         model.zero_grad()
-        played = model.play(batches, parse(order), scale=3.0)
+        played = model.play(batches, parse(order), scale=0.7)
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter.grad /= 3
+            parameter.grad /= 0.7
         values = [abs(loss.item() / other - 1) for loss, other in zip(played, losses, strict=True)]
         found[order] = max(against(model, wanted), *values)
     mesh.close()
