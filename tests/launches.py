@@ -16,7 +16,7 @@ import torch.distributed as dist
 from sharded import Case
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cuboid.mesh.journal import Journal
+from cuboid.comm.journal import Journal
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
@@ -99,9 +99,7 @@ def launches(case: Case, rank: int) -> list[Launch]:
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=case.cuboid.ranks, store=FakeStore())
     recorder = Recorder(rank)
-    parallel = CuboidParallel(
-        case.config, Mesh(case.cuboid, rank, watch=recorder), case.policy, schedule=case.schedule
-    )
+    parallel = CuboidParallel(case.config, Mesh(case.cuboid, rank, watch=recorder), case.policy, schedule=case.schedule)
     model, place = Transformer(parallel, None, recompute=case.recompute), parallel.place(case.batch, case.seq)
     ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
     with noting_empty_buckets(recorder.launches):

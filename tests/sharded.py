@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.baselines.serial import Serial
-
-TwoD = None
+from cuboid.baselines.two_d import TwoD
 from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
@@ -27,7 +26,8 @@ from cuboid.model.nn import Model, declared
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.run.launch import World
-from cuboid.step.runner import At
+from cuboid.step.op import chain
+from cuboid.step.runner import At, Stage
 from cuboid.step.schedule import PREFETCH, Schedule
 
 EXACT = 1e-9  # relative, in fp64
@@ -90,6 +90,34 @@ def compare(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel]
         gradient = spec.join([rank.gradients[name] for rank in ranks], case.cuboid)
         # some gradients are zero in exact arithmetic, such as that of a key's bias: what is left is rounding
         errors[name] = relative(gradient, reference.gradients[name], least=1e-3 * reference.norm)
+    return errors
+
+
+class Squares(Transformer):
+    """Its loss is the mean square of what its last norm gives."""
+
+    def stages(self) -> Sequence[Stage]:
+        *before, norm, _ = super().stages()
+        loss = self.parallel.own_loss(lambda X, _: (X.square().sum(), X.numel()))
+        return [*before, Stage(norm.name, chain(norm.layer, loss), [self.norm])]
+
+
+def compare_own_loss(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel]) -> dict[str, float]:
+    """This rank's relative errors of a loss of one's own and of its gradients. The head must be tied."""
+    mesh, (tokens, targets), found = Mesh(case.cuboid, world.rank), batch_of(case), []
+    for each in (parallel(case, mesh), Serial(case.config)):
+        model, place = Squares(each, case.seed, torch.float64), each.place(case.batch, case.seq)
+        move_parameters(model, case.seed)
+        loss = model(place.take(tokens, 0), place.take(targets, -100), place)
+        loss.backward()
+        found.append((loss.item(), model))
+    mesh.close()
+    (mine, sharded), (wanted, whole) = found
+    least = 1e-3 * whole.gradient_norm().item()
+    errors = {"loss": abs(mine / wanted - 1)}
+    for name, parameter, d in declared(sharded):
+        gradient = d.spec.take(whole.get_parameter(name).grad, mesh.cuboid, mesh.coordinates)
+        errors[name] = relative(parameter.grad, gradient, least)
     return errors
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cuboid.plan.dry import join_silent_world
+from cuboid.comm.transport.fake import join_silent_world
 from cuboid.run.launch import World
 
 

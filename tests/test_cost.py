@@ -13,7 +13,7 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
 from cuboid.model.transformer import Transformer
-from cuboid.plan.measure import count_flops, saved_for_backward
+from cuboid.plan.measure import Memory, count_flops
 from cuboid.run.launch import World
 from cuboid.step.schedule import Schedule
 from cuboid.verify import DTYPES, Case, batch_of, measure, verify
@@ -67,10 +67,11 @@ def counted(world: World, case: Case) -> tuple[list[Any], list[Any]]:
     parallel = CuboidParallel(case.config, mesh, case.policy, compute, case.schedule)
     model, place = Transformer(parallel, case.seed, storage, case.recompute), parallel.place(case.batch, case.seq)
     tokens, targets = batch_of(case)
+    mine = place.take(tokens, 0), place.take(targets, -100)
     with count_flops() as flops:
-        with saved_for_backward(model) as saved:
-            loss = model(place.take(tokens, 0), place.take(targets, -100), place, case.loss, dropout=case.seed)
-        held = saved.bytes
+        with Memory(model) as memory:
+            loss = model(*mine, place, case.loss, dropout=case.seed)
+            held = memory.saved(loss)
         loss.backward()
     sizes = [sum(p.nbytes for p in model.parameters() if (p.dim() > 1) == matrix) for matrix in (True, False)]
     cost = case.cost(world.rank)

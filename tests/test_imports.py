@@ -1,4 +1,4 @@
-"""Imports go one way, and one file calls collectives."""
+"""Imports go one way, and transports alone call collectives."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -11,9 +11,10 @@ import cuboid
 
 #: The packages, lowest first: a module imports from its own package and from those above it in this list.
 PACKAGES = (
+    "device",
+    "comm",
     "mesh",
     "run",
-    "comm",
     "step",
     "layers",
     "data",
@@ -84,8 +85,8 @@ def test_cli_is_imported_only_by_main() -> None:
 
 
 def calls(tree: ast.Module) -> set[str]:
-    """The collectives of torch.distributed that a module calls or imports."""
-    found, names = set(), {"torch.distributed"}
+    """The collectives of torch.distributed, or of a transport's wire, that a module calls or imports."""
+    found, names = set(), {"torch.distributed", "self.wire"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.asname for alias in node.names if alias.name == "torch.distributed" and alias.asname}
@@ -102,8 +103,9 @@ def calls(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_comm_alone_calls_collectives() -> None:
-    assert {name for name, tree in SOURCES.items() if calls(tree)} == {"comm.collectives"}
+def test_transports_alone_call_collectives() -> None:
+    callers = {name for name, tree in SOURCES.items() if calls(tree)}
+    assert callers == {f"comm.transport.{name}" for name in ("base", "gloo", "nccl")}
 
 
 def asks(tree: ast.Module) -> bool:
@@ -117,7 +119,7 @@ def asks(tree: ast.Module) -> bool:
 
 
 def test_package_only_device_asks_for_its_kind() -> None:
-    assert {name for name, tree in SOURCES.items() if asks(tree)} == {"mesh.device"}
+    assert {name for name, tree in SOURCES.items() if asks(tree)} == {"device"}
     for source in ("torch.cuda.synchronize()", "f() if x.is_cuda else g()", "x.device.type == 'cuda'"):
         assert asks(ast.parse(source))
 
@@ -129,6 +131,7 @@ def test_package_only_device_asks_for_its_kind() -> None:
         ("import torch\ntorch.distributed.send(x, 1)", {"send"}),
         ("from torch import distributed\nf(distributed.gather)", {"gather"}),
         ("from torch.distributed import broadcast as b", {"broadcast"}),
+        ("self.wire.all_reduce(x)", {"all_reduce"}),
         ("import torch.distributed as d\nd.new_group()", set()),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from cuboid.baselines.serial import Serial
 from cuboid.bench.count import wire_bytes
 from cuboid.bench.native import Native, local
-from cuboid.mesh.ledger import Ledger
+from cuboid.comm.ledger import Ledger
 from cuboid.model.config import ModelConfig
 from cuboid.model.nn import declared
 from cuboid.model.transformer import Transformer

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from sharded import Case, batch_of, compare, relative, wrong
+from sharded import Case, batch_of, compare, compare_own_loss, relative, wrong
 from silent import ends, silently
 
 from cuboid.baselines.one_d import OneD
@@ -172,6 +172,13 @@ def test_one_d_evaluation_loss_matches_training_loss(sequence: bool, pool: Pools
     for without, value, kinds in pool(2).run(evaluated, Case(GPT2, Cuboid(1, 2, 1), 2, 13), sequence):
         assert without == value
         assert kinds == {"all_gather", "reduce_scatter" if sequence else "all_reduce"}
+
+
+@VARIANTS
+def test_one_d_own_loss_matches_one_device(sequence: bool, pool: Pools) -> None:
+    case = Case(GPT2, Cuboid(1, 2, 1, data=2), 4, 12)
+    for errors in pool(4).run(compare_own_loss, case, in_sequence if sequence else plain):
+        assert not wrong(errors)
 
 
 def tokens_of(world: World, config: ModelConfig, cuboid: Cuboid, sequence: bool) -> tuple[list[int], list[int]]:

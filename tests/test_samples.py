@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cuboid.comm.axis import Axis
 from cuboid.data import (
     PADDED_TARGET,
     ByteTokenizer,
@@ -14,7 +15,6 @@ from cuboid.data import (
     Samples,
     shuffled,
 )
-from cuboid.mesh.mesh import Axis
 from cuboid.mesh.place import Index, Place
 from cuboid.model.cuboid import dealt
 

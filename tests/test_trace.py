@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny import Cuboid, on, sets, settings, tiny, write_text
 
-from cuboid.mesh.ledger import Entry, Span
+from cuboid.comm.ledger import Entry, Span
 from cuboid.run.launch import Pool, World
 from cuboid.train.loop import Trainer
 from cuboid.train.trace import Phase, Trace, draw, draw_layer, events, save

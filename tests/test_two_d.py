@@ -1,36 +1,42 @@
 """2-D and 2.5-D parallel: the step on one device, and its cost by formula."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
+from math import prod
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from sharded import Case, batch_of, compare, on_squares, relative, wrong
+from sharded import Case, batch_of, compare, compare_own_loss, on_squares, relative, wrong
 from silent import ends, silently
 from torch import Tensor
 
 from cuboid.baselines.serial import Serial
 from cuboid.baselines.summa import sweep
 from cuboid.baselines.two_d import TwoD
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import broadcast, reduce
 from cuboid.comm.flight import Flight, landed
+from cuboid.comm.transport.gloo import Gloo
 from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.generate import Sampling, generate
 from cuboid.model.nn import declared
 from cuboid.model.transformer import Transformer
 from cuboid.plan.cost.two_d import two_d_cost
-from cuboid.plan.measure import count_flops, saved_for_backward
+from cuboid.plan.measure import Memory, count_flops
 from cuboid.run.launch import Pool, World
+from cuboid.step.op import chain
+from cuboid.step.runner import Stage
 
 Pools = Callable[[int], Pool]
 
 GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=12, vocab=37, context=15, ffn=36, dropout=0.2)
 LLAMA = ModelConfig("llama", layers=2, hidden=24, heads=12, kv_heads=6, head_dim=4, vocab=41, ffn=48)
+BATCH = 4, 6  # of logits that are differentiated
 HARD = Loss(label_smoothing=0.1, z_loss=0.01)
 
 
@@ -78,10 +84,11 @@ def counted(world: World, case: Case, compute: torch.dtype | None) -> tuple[Coun
     parallel = TwoD(case.config, mesh, compute)
     model, place = Transformer(parallel, case.seed, recompute=case.recompute), parallel.place(case.batch, case.seq)
     tokens, targets = batch_of(case)
+    mine = place.take(tokens, 0), place.take(targets, -100)
     with count_flops() as flops:
-        with saved_for_backward(model) as saved:
-            loss = model(place.take(tokens, 0), place.take(targets, -100), place, case.loss, case.dropout)
-        held = saved.bytes
+        with Memory(model) as memory:
+            loss = model(*mine, place, case.loss, case.dropout)
+            held = memory.saved(loss)
         loss.backward()
     mesh.close()
     sizes = [sum(p.nbytes for p in model.parameters() if (p.dim() > 1) == matrix) for matrix in (True, False)]
@@ -143,7 +150,8 @@ def rooted(world: World, size: int, per_host: int, mates: int) -> None:
     """Broadcasts from and reduces to every rank of a line, all under way at once, of values whose sum bf16 rounds."""
     mesh = Mesh(Cuboid(1, size, 2), world.rank, per_host=per_host)
     y, at = mesh.y, range(size)
-    assert y.mates == mates
+    assert isinstance(y.transport, Gloo)
+    assert y.transport.mates == mates
 
     def value(i: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.full((i + 1, 5), 256.0 if i == 0 else 1.0, dtype=dtype)  # the ranks' shapes differ
@@ -214,17 +222,56 @@ def test_two_d_bf16_matmul_stays_within_rounding(case: Case, pool: Pools) -> Non
         assert wrong(errors, 1e-5)  # and bf16 they are
 
 
+def large_rows(world: World, case: Case) -> tuple[float, float]:
+    """The largest entry of the head's gradient before it is divided by the tokens that count, and the gradient's error
+    with products in fp16. All rows are alike, so that they add up."""
+    mesh, gradients = Mesh(case.cuboid, world.rank), []
+    for parallel in (TwoD(case.config, mesh, torch.float16), Serial(case.config)):
+        model, place = Transformer(parallel, case.seed), parallel.place(case.batch, case.seq)
+        with torch.no_grad():
+            model.norm.weight *= 50
+            model.head.weight /= 10  # probabilities stay far from 0 and 1
+        ids = place.take(torch.zeros(case.batch, case.seq, dtype=torch.int64), 0)
+        model(ids, ids, place).backward()
+        gradients.append(model.head.weight.grad)
+    mesh.close()
+    mine, whole = gradients
+    spec = TwoD(case.config, mesh).spec("table", tuple(whole.shape))
+    largest = whole.abs().max().item() * case.batch * case.seq
+    return largest, relative(mine, spec.take(whole, mesh.cuboid, mesh.coordinates), least=1e-3 * whole.norm().item())
+
+
+def test_two_d_fp16_head_gradient_does_not_overflow(pool: Pools) -> None:
+    config = LLAMA.replace(layers=1, kv_heads=12, vocab=8)
+    for largest, error in pool(4).run(large_rows, Case(config, Cuboid(1, 2, 2), batch=4, seq=512)):
+        assert largest > 2 * torch.finfo(torch.float16).max  # of each y-rank still more than fp16 has
+        assert error < 0.01
+
+
+class Weighted(Transformer):
+    """Its loss is the mean over ranks of the sum of their logits, each times a number of its own."""
+
+    def stages(self) -> Sequence[Stage]:
+        *trunk, head = super().stages()
+        loss = self.parallel.own_loss(self.weighted)
+        loss.takes = ""
+        return [*trunk, Stage("own loss", chain(self.classifier.logits(), loss), head.modules)]
+
+    def weighted(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        place = self.parallel.place(*BATCH)
+        (s, b, v), generator = place.logits, torch.Generator().manual_seed(1)
+        numbers = torch.randn(place.seq, place.batch, self.config.vocab, generator=generator, dtype=torch.float64)
+        return (logits * numbers[s[:, None, None], b[:, None], v]).sum(), 1.0
+
+
 def differentiated(world: World, config: ModelConfig, cuboid: Cuboid) -> dict[str, float]:
     """The gradients of logits that are used for something else than the loss, against one device's."""
-    mesh = Mesh(cuboid, world.rank)
-    batch = cuboid.x * cuboid.y
-    tokens = torch.arange(batch * 6).view(batch, 6) % config.vocab
-    grads = []
+    mesh, grads = Mesh(cuboid, world.rank), []
+    tokens = torch.arange(prod(BATCH)).view(BATCH) % config.vocab
     for parallel in (TwoD(config, mesh), Serial(config)):
-        model, place = Transformer(parallel, dtype=torch.float64), parallel.place(batch, 6)
-        weight = torch.randn(6, batch, config.vocab, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        s, b, v = place.logits
-        (model.logits(place.take(tokens, 0), place) * weight[s[:, None, None], b[:, None], v]).sum().backward()
+        model, place = Weighted(parallel, dtype=torch.float64), parallel.place(*BATCH)
+        mine = place.take(tokens, 0)
+        (parallel.mesh.cuboid.ranks * model(mine, mine, place)).backward()
         grads.append({name: (d.spec, parameter.grad) for name, parameter, d in declared(model)})
     mesh.close()
     mine, whole = grads
@@ -234,8 +281,14 @@ def differentiated(world: World, config: ModelConfig, cuboid: Cuboid) -> dict[st
     }
 
 
-def test_two_d_logits_are_differentiable(pool: Pools) -> None:
-    for errors in pool(8).run(differentiated, GPT2, Cuboid(2, 2, 2)):
+def test_two_d_own_loss_matches_one_device(pool: Pools) -> None:
+    for errors in pool(8).run(compare_own_loss, Case(GPT2, Cuboid(2, 2, 2), 4, 13), on_squares):
+        assert not wrong(errors)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_two_d_logits_are_differentiable(config: ModelConfig, pool: Pools) -> None:
+    for errors in pool(8).run(differentiated, config, Cuboid(2, 2, 2)):
         assert not wrong(errors)
 
 

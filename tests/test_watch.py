@@ -22,9 +22,9 @@ from torch import Tensor
 
 from cuboid.comm.collectives import all_gather, all_reduce
 from cuboid.comm.flight import Flight
+from cuboid.comm.journal import Account, Journal, explain
 from cuboid.layers import product
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.journal import Account, Journal, explain
 from cuboid.mesh.mesh import Mesh
 from cuboid.run.launch import Pool, World, launch
 from cuboid.run.watch import ALARM, Alarm, Mismatched, RankError, Stalled, Watch, watched

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.flight import Steps
 from cuboid.layers.attend import Attend
 from cuboid.layers.loss import Loss, OwnLoss
 from cuboid.layers.product import Affine
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import residual_dropout
@@ -140,7 +141,7 @@ class OnTheSpot:
         count = (at.targets != loss.ignore_index).sum().to(W.dtype)
         if not at.train:
             return torch.stack((self.losses(X, W, at.targets, loss), count)), None
-        total, back = vjp(partial(self.losses, targets=at.targets, loss=loss), X, W)
+        total, back = vjp(lambda X, W: self.losses(X, W, at.targets, loss), X, W)
         dX, dW = back(torch.ones_like(total))
         w.add(self.weight, dW)
 

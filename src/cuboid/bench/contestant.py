@@ -15,8 +15,8 @@ from cuboid.baselines.two_d import TwoD
 from cuboid.bench.native import Native
 from cuboid.bench.network import best, feasible
 from cuboid.bench.problem import Problem
+from cuboid.comm.ledger import Ledger
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.ledger import Ledger
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import CuboidParallel, suitable_schedule
 from cuboid.model.parallel import Parallel

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuboid.mesh.ledger import Ledger
+from cuboid.comm.ledger import Ledger
 
 #: FSDP's ops (c10d) and DTensor's (_c10d_functional): the kind, the whole tensor and the group of a call.
 _OPS: dict[str, tuple[str, Callable[[Any, Any], tuple[Tensor, Any]]]] = {

@@ -31,13 +31,13 @@ from torch.distributed.tensor.parallel import (
 
 from cuboid.bench.count import Tally
 from cuboid.bench.native_model import NativeTransformer, first_values
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_reduce, gather_pieces, reduce_scatter
 from cuboid.comm.flight import Flight
+from cuboid.comm.ledger import Ledger
 from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
-from cuboid.mesh.ledger import Ledger
-from cuboid.mesh.mesh import Axis
 from cuboid.model.config import ModelConfig
 from cuboid.plan.cost.native import check_batch, check_model
 from cuboid.plan.measure import local

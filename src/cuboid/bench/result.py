@@ -19,8 +19,8 @@ from cuboid.bench.bound import step_bytes
 from cuboid.bench.contestant import Contestant
 from cuboid.bench.problem import Problem
 from cuboid.bench.turn import Count, Times, slowest
+from cuboid.device import gpu_names
 from cuboid.emulate.slow_motion import SlowMotion
-from cuboid.mesh.device import gpu_names
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
 

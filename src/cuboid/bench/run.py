@@ -15,9 +15,9 @@ from cuboid.bench.contestant import Contestant
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Result, Row
 from cuboid.bench.turn import Count, count, turn
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import from_all
 from cuboid.emulate.slow_motion import SlowMotion
-from cuboid.mesh.mesh import Axis
 from cuboid.run.cluster import Cluster, bits_per_second
 from cuboid.run.launch import Pool, World, is_first, join_world, under_torchrun
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from cuboid.bench.contestant import Contestant, Runner
 from cuboid.bench.problem import Problem
+from cuboid.device import synchronize
 from cuboid.emulate.device import Emulated
 from cuboid.emulate.slow_motion import SlowMotion
-from cuboid.mesh.device import synchronize
 from cuboid.plan.measure import Memory, count_flops, local
 from cuboid.run.launch import World
 

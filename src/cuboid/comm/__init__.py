@@ -1,1 +1,1 @@
-"""Collectives: what each means, its transpose, and what is in flight."""
+"""Collectives over an axis: what each means, its transpose and its books; what is in flight; how backends send it."""

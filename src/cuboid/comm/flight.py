@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from cuboid.mesh.device import Stamps, any_gpu
-from cuboid.mesh.ledger import Span
-from cuboid.mesh.mesh import Axis
+from cuboid.comm.axis import Axis
+from cuboid.comm.ledger import Span
+from cuboid.device import Stamps
 
 
 class Pause(NamedTuple):
@@ -51,7 +51,7 @@ class Flight:
         self._stamps: Stamps | None = None
         self._number = 0 if axis is None or axis.journal is None else axis.journal.count
         if works and span is not None and axis is not None:
-            self._clock_start(works, span, axis)
+            self._stamps = axis.transport.stamp(works, span, axis.ledger.spans is not None)
             if not axis.overlap:
                 self._land()
 
@@ -61,21 +61,10 @@ class Flight:
 
     def _land(self) -> None:
         works, self._works = self._works, ()
-        if works and self._span is not None and self._axis is not None:
-            self._clock_wait(works, self._span, self._axis)
-
-    # Time. On a CPU the completing thread stamps the clock; on a GPU `wait` only makes the stream wait, so events are
-    # recorded on it and read later, when the ledger is.
-
-    def _clock_start(self, works: Sequence[dist.Work], span: Span, axis: Axis) -> None:
-        if axis.backend == "gloo":
-            for work in works if axis.ledger.spans is not None else ():  # a call into Python takes time from the rank
-                work.get_future().add_done_callback(lambda _: setattr(span, "landed", time.perf_counter()))
-        elif any_gpu():
-            self._stamps = Stamps()
-
-    def _clock_wait(self, works: Sequence[dist.Work], span: Span, axis: Axis) -> None:
-        stamps, ledger = self._stamps, axis.ledger
+        span, axis, stamps = self._span, self._axis, self._stamps
+        if not works or span is None or axis is None:
+            return
+        ledger = axis.ledger
         if stamps is None:
             start = time.perf_counter()
             for work in works:
@@ -98,8 +87,3 @@ class Flight:
 def landed(x: Tensor) -> Flight:
     """A flight that is already over."""
     return Flight((), lambda: x)
-
-
-def token(like: Tensor) -> Tensor:
-    """An empty tensor: ties one autograd node to the next where the value itself is in flight."""
-    return like.new_empty(0)

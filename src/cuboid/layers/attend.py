@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.flight import Pause, Steps
 from cuboid.layers.attention import Cache, attend, attend_both_ways, attend_cached, rotate
 from cuboid.mesh.layout import ceil_div
-from cuboid.mesh.mesh import Axis
 from cuboid.step.fuse import Fuse, plain
 from cuboid.step.op import Layer, Local, Moved, Some, chain
 from cuboid.step.weights import Gathered

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from cuboid.mesh.device import is_gpu
+from cuboid.device import is_gpu
 
 
 class Cache:

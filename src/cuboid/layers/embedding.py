@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.comm.collectives import all_gather, reduce_scatter
+from cuboid.comm.axis import Axis
+from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind
 from cuboid.comm.flight import Pause, Steps
 from cuboid.mesh.layout import cut
-from cuboid.mesh.mesh import Axis
 from cuboid.step.op import Ahead, Back
 from cuboid.step.weights import Gathered
 
@@ -26,13 +26,14 @@ from cuboid.step.weights import Gathered
 @dataclass(eq=False)
 class Lookup:
     """ids [s, b] -> [s/y, b, d/z], the sum over tables of their rows: of the tokens' and, if there is a second table,
-    of the positions'. `rows` are the global numbers of rows."""
+    of the positions'. `rows` are the global numbers of rows. Where `kind` is all_reduce, X is whole: [s, b, d/z]."""
 
     tables: Sequence[nn.Parameter]
     rows: Sequence[int]
     y: Axis
     takes: str = "ids"
     gives: str = ""
+    kind: Kind = "reduce_scatter"
 
     def __call__(self, ids: Tensor, w: Gathered, at: Any) -> Steps:
         all_ids = (ids, at.place.positions[:, None])[: len(self.tables)]
@@ -42,14 +43,14 @@ class Lookup:
             rows = _rows(w[table], each, start)
             partial = rows if partial is None else partial.add_(rows)
         assert partial is not None
-        flight, pause = reduce_scatter(partial, self.y), Pause(sent=partial.nbytes * (1 - 1 / self.y.size))
+        flight, pause = COLLECTIVES[self.kind](partial, self.y), Pause(sent=partial.nbytes * (1 - 1 / self.y.size))
         del partial, rows, w
         yield pause
         X = flight.wait()
         del flight
 
         def run(dX_s: Tensor, w: Gathered, before: Ahead) -> Steps:
-            flight = all_gather(dX_s, self.y)
+            flight = COLLECTIVES[TRANSPOSE[self.kind]](dX_s, self.y)
             del dX_s
             yield pause
             dX = flight.wait()

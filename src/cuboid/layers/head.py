@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuboid.comm.collectives import all_gather, reduce_scatter
+from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind, all_gather, reduce_scatter
 from cuboid.comm.flight import Pause, Steps
 from cuboid.layers.loss import Loss
 from cuboid.layers.product import mm
@@ -28,7 +28,7 @@ from cuboid.step.weights import Gathered
 @dataclass(eq=False)
 class HeadLoss:
     """X [s/y, b, d/z] -> [sum of losses, how many count] of this rank's rows, in fp32 or better. At most `elements` of
-    partial logits live at a time."""
+    partial logits live at a time. Where `kind` is copy, X is whole: [s, b, d/z]."""
 
     weight: nn.Parameter
     vocab: int
@@ -36,10 +36,11 @@ class HeadLoss:
     elements: int
     takes: str = ""
     gives: str = "loss"
+    kind: Kind = "all_gather"
 
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
         mesh, (s, b) = self.mesh, at.targets.shape
-        flight, sent, width = all_gather(X_s, mesh.y), X_s.nbytes * (mesh.y.size - 1), X_s.shape[-1]
+        flight, sent, width = COLLECTIVES[self.kind](X_s, mesh.y), X_s.nbytes * (mesh.y.size - 1), X_s.shape[-1]
         del X_s
         yield Pause(sent, 6 * s * b * width * self.vocab / mesh.y.size)
         X, train = flight.wait(), at.train and self.weight.requires_grad
@@ -52,7 +53,7 @@ class HeadLoss:
         del flight, X, dW, w
         if dX is None:
             return sums, None
-        flight = reduce_scatter(dX, mesh.y)
+        flight = COLLECTIVES[TRANSPOSE[self.kind]](dX, mesh.y)
         del dX
         yield Pause(sent)
         dX_s = [flight.wait()]
@@ -72,8 +73,7 @@ class HeadLoss:
         start, _ = cut(self.vocab, mesh.y.size, mesh.y.index)
         chunk = chunk_rows(s, mesh.z.size, b * ceil_div(self.vocab, mesh.y.size), self.elements)
         dX = torch.empty_like(X) if at.train else None
-        if X.dtype == torch.float16:
-            w.shrunk = 2.0 ** -max(0, (s * b).bit_length() - 9)  # a sum of s·b terms of up to 128 does not overflow
+        w.shrunk = shrinkage(X.dtype, s * b)
         for top in range(0, s, chunk):
             rows = slice(top, top + chunk)
             X_m = X[rows].flatten(0, 1)
@@ -89,6 +89,11 @@ class HeadLoss:
                 if dW is not None:
                     mm(dlogits.T, X_m if w.shrunk == 1 else X_m * w.shrunk, dW, add=True)  # (3)
         return dX
+
+
+def shrinkage(dtype: torch.dtype, rows: int) -> float:
+    """What X is multiplied by, so that in fp16 a sum over so many rows, of terms of up to 128, does not overflow."""
+    return 2.0 ** -max(0, rows.bit_length() - 9) if dtype == torch.float16 else 1.0
 
 
 def chunk_rows(s: int, z: int, row: int, limit: int) -> int:

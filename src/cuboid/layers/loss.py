@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_reduce
 from cuboid.comm.flight import Steps
-from cuboid.mesh.mesh import Axis
 from cuboid.step.op import Ahead, Back, vjp
 
 

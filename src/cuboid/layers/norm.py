@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce
 from cuboid.comm.flight import Pause, Steps
-from cuboid.mesh.mesh import Axis
 from cuboid.step.fuse import Fuse, plain
 from cuboid.step.op import Ahead, Back
 from cuboid.step.weights import Gathered

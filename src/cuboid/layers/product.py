@@ -23,8 +23,7 @@ rank's part. Whole sequences are then put together again in their order; tokens 
 and an *out of* product that takes as many chunks gives them back in order.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
@@ -33,9 +32,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, reduce_scatter
 from cuboid.comm.flight import Flight, Pause, Steps, landed
-from cuboid.mesh.mesh import Axis
 from cuboid.step.op import Ahead, Back
 from cuboid.step.weights import Gathered, joined
 
@@ -274,39 +273,36 @@ def unstack(X: Tensor, b: int) -> Tensor:
 
 def columns(Y: Tensor, Ws: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The part of Y [blocks, m, n] that belongs to each weight."""
+    if len(Ws) == 1:
+        return (Y,)
     return Y.split([W.shape[0] // Y.shape[0] for W in Ws], dim=-1)
 
 
-def pairs(A: Tensor, B: Tensor) -> Iterable[tuple[int, int]]:
-    """A block of one and a block of the other."""
-    return itertools.product(range(A.shape[0]), range(B.shape[0]))
-
-
-def tiles(W: Tensor, n_blocks: int, k_blocks: int) -> Tensor:
-    """W [n, k] -> [n_blocks, k_blocks, n/n_blocks, k/k_blocks], without a copy."""
-    n, k = W.shape
-    return W.view(n_blocks, n // n_blocks, k_blocks, k // k_blocks).transpose(1, 2)
+def tiles(Y: Tensor, X: Tensor, W: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
+    """Of every pair of blocks j, i: Y[j], X[i] and their tile W[j,i], all without a copy. W [n, k] has as many blocks
+    of rows as Y [blocks, m, n] and as many of columns as X [blocks, m, k]."""
+    (n, k), Ys, Xs = W.shape, Y.unbind(), X.unbind()
+    for j, rows in enumerate(W.split(n // len(Ys)) if len(Ys) > 1 and n else [W] * len(Ys)):
+        for i, tile in enumerate(rows.split(k // len(Xs), 1) if len(Xs) > 1 else [rows]):
+            yield j, i, Ys[j], Xs[i], tile
 
 
 def multiply(X: Tensor, W: Tensor, Y: Tensor) -> None:
     """Y[j] = Σ_i X[i] W[j,i]ᵀ"""
-    W_ji = tiles(W, Y.shape[0], X.shape[0])
-    for j, i in pairs(Y, X):
-        mm(X[i], W_ji[j, i].T, Y[j], add=i > 0)
+    for _, i, Y_j, X_i, W_ji in tiles(Y, X, W):
+        mm(X_i, W_ji.T, Y_j, add=i > 0)
 
 
 def multiply_transposed(dY: Tensor, W: Tensor, dX: Tensor, add: bool) -> None:
     """dX[i] (+)= Σ_j dY[j] W[j,i]"""
-    W_ji = tiles(W, dY.shape[0], dX.shape[0])
-    for j, i in pairs(dY, dX):
-        mm(dY[j], W_ji[j, i], dX[i], add=add or j > 0)
+    for j, _, dY_j, dX_i, W_ji in tiles(dY, dX, W):
+        mm(dY_j, W_ji, dX_i, add=add or j > 0)
 
 
 def weight_gradient(dY: Tensor, X: Tensor, dW: Tensor, add: bool) -> None:
     """dW[j,i] (+)= dY[j]ᵀ X[i]"""
-    dW_ji = tiles(dW, dY.shape[0], X.shape[0])
-    for j, i in pairs(dY, X):
-        mm(dY[j].T, X[i], dW_ji[j, i], add)
+    for _, _, dY_j, X_i, dW_ji in tiles(dY, X, dW):
+        mm(dY_j.T, X_i, dW_ji, add)
 
 
 def mm(A: Tensor, B: Tensor, out: Tensor, add: bool) -> None:

@@ -1,4 +1,7 @@
-"""The one place that cuts and joins tensors: which slice of a whole a rank holds, and the whole from the slices.
+"""The rule by which tensors are cut: which slice of a whole a rank holds, and the whole from the slices.
+
+Who cuts elsewhere takes its bounds from here: tokens (`mesh/place.py`), a bucket's shards as they are sent
+(`step/weights.py`), activations in products and the head (`layers/`), a file's rows (`model/hf/load.py`).
 
 A dim is cut by axes one after the other, each cutting the block the one before it left. A cut into p parts gives every
 part ceil(n/p) rows except the last ones, which may be short or empty: DTensor's rule, so that a checkpoint written here

@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,31 +12,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
+from cuboid.comm.axis import Axis
+from cuboid.comm.journal import Watcher
+from cuboid.comm.ledger import Ledger
+from cuboid.comm.transport import transport_over
+from cuboid.comm.transport.base import NewGroup
+from cuboid.device import current
 from cuboid.mesh.cuboid import AXES, Cuboid
-from cuboid.mesh.device import current
-from cuboid.mesh.journal import Journal, Watcher
-from cuboid.mesh.ledger import Ledger
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One axis as one rank sees it. A size of 1 needs no group, and no collective over it is ever launched."""
-
-    name: str
-    size: int
-    index: int
-    group: dist.ProcessGroup | None = None
-    ledger: Ledger = field(default_factory=Ledger, compare=False)
-    overlap: bool = True  # False: a collective is awaited where it is launched
-    journal: Journal | None = field(default=None, compare=False)  # what was launched, for the watch
-    hosts: int = 1  # that this rank's group is spread over
-    back: dist.ProcessGroup | None = None  # a second group, for what goes from higher ranks to lower
-    aside: dist.ProcessGroup | None = None  # a third, for small messages, which would wait behind large ones
-    mates: int = 1  # ranks of the group on each host, for broadcasts and sums that go by hosts
-    backend: str = ""  # the group's
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
-        return self  # a copy of a model runs on the same ranks
 
 
 class Mesh:
@@ -76,12 +58,9 @@ class Mesh:
         self._groups: list[dist.ProcessGroup] = []
         self._device_meshes: dict[str, DeviceMesh] = {}
         for name, size in cuboid.sizes.items():
-            group = back = aside = None
-            if size > 1 and groups is not None:
-                group = groups[name]
-            elif size > 1:
-                group, back, aside = self._ways(name, size)
-            setattr(self, name, self._axis(name, size, self.coordinates[name], group, back, aside))
+            given = groups[name] if groups is not None and size > 1 else None
+            at = self.coordinates[name]
+            setattr(self, name, self._along(name) if given is None else self._axis(name, size, at, given))
         self.world = self._axis("world", world, rank, dist.group.WORLD if world > 1 else None)
         self._parts_of_x: dict[int, Axis] = {}
 
@@ -110,36 +89,32 @@ class Mesh:
         groups = {name: device_mesh.get_group(name) for name in names}
         return cls(cuboid, device_mesh.get_rank(), device, groups=groups)
 
-    def _axis(
-        self,
-        name: str,
-        size: int,
-        index: int,
-        group: dist.ProcessGroup | None,
-        back: dist.ProcessGroup | None = None,
-        aside: dist.ProcessGroup | None = None,
-    ) -> Axis:
-        journal = self.watch.journal(name, group) if self.watch is not None and group is not None else None
-        ranks = dist.get_process_group_ranks(group) if group is not None else [0]
-        hosts = Counter(rank // self._per_host for rank in ranks)
-        by_host = self._by_host and len(set(hosts.values())) == 1 and back is not None
-        mates = size // len(hosts) if by_host else 1
-        backend = dist.get_backend(group) if group is not None else ""
-        books = self.ledger, self.overlap, journal
-        return Axis(name, size, index, group, *books, len(hosts), back, aside, mates, backend)
+    def _along(self, name: str, parts: int = 1) -> Axis:
+        """An axis, or this rank's of its `parts`, with groups of its own. None are made for a size of 1: a group keeps
+        threads awake, used or not."""
+        size = self.cuboid.sizes[name] // parts
+        if size == 1:
+            return self._axis(name, 1, 0, None)
+        others = tuple(axis for axis in self.NESTING if axis != name)
+        lines = self.cuboid.array((*others, name)).reshape(-1, size)
+        between_hosts = bool(np.ptp(lines // self._per_host, axis=1).any())
+        new_group = partial(self._group, lines)
+        return self._axis(name, size, self.coordinates[name] % size, new_group(), new_group if between_hosts else None)
 
-    def _ways(self, axis: str, size: int, parts: int = 1) -> tuple[dist.ProcessGroup | None, ...]:
-        """This rank's of the groups along an axis, or along each of its `parts`; where gloo goes between hosts also one
-        for the way back, and on z, over which norms send a few numbers a row, one for small messages. None are made
-        for axes of size 1: a group keeps threads awake, used or not."""
-        others = tuple(name for name in self.NESTING if name != axis)
-        lines = self.cuboid.array((*others, axis)).reshape(-1, size // parts)
-        group, far = self._group(lines), bool(np.ptp(lines // self._per_host, axis=1).any())
-        if not far or dist.get_backend(group) != "gloo":
-            return group, None, None
-        return group, self._group(lines), self._group(lines) if axis == "z" else None
+    def _axis(
+        self, name: str, size: int, index: int, group: dist.ProcessGroup | None, new_group: NewGroup | None = None
+    ) -> Axis:
+        """With the transport and the journal of its group. Over z norms send a few numbers per row."""
+        if group is None:
+            return Axis(name, size, index, None, self.ledger, self.overlap)
+        on_host = Counter(rank // self._per_host for rank in dist.get_process_group_ranks(group))
+        hosts, per_host = len(on_host), size // len(on_host) if len(set(on_host.values())) == 1 else 0
+        transport = transport_over(group, hosts, per_host if self._by_host else 0, new_group, small=name == "z")
+        journal = self.watch.journal(name, group) if self.watch is not None else None
+        return Axis(name, size, index, group, self.ledger, self.overlap, journal, hosts, per_host, transport)
 
     def _group(self, lines: NDArray[np.int64]) -> dist.ProcessGroup:
+        """This rank's of the groups of all lines of ranks [lines, ranks of a line]: the one place that makes groups."""
         group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=self._timeout())
         assert group is not None
         self._groups.append(group)
@@ -174,8 +149,7 @@ class Mesh:
         if size == self.x.size:
             return self.x
         if size not in self._parts_of_x:
-            group, back, _ = self._ways("x", self.x.size, self.x.size // size) if size > 1 else (None, None, None)
-            self._parts_of_x[size] = self._axis("x", size, self.x.index % size, group, back)
+            self._parts_of_x[size] = self._along("x", self.x.size // size)
         return self._parts_of_x[size]
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuboid.mesh.mesh import Axis
+from cuboid.comm.axis import Axis
 
 
 class Index(NamedTuple):

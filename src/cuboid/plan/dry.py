@@ -5,18 +5,14 @@ it would call on gloo or on NCCL, and as there a message's memory is held until 
 the byte, whatever else the machine is doing. It runs in a process of its own, which may belong to no other world.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cuboid.comm.transport.fake import join_silent_world
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, CuboidParallel
@@ -29,7 +25,6 @@ from cuboid.step.runner import At
 
 MOST_RANKS = 4096  # of whom the groups take seconds to make
 NEAR = 0.1  # how far the peak, which has no exact formula, may be from the plan's
-LAUNCHES = ("all_gather_single", "all_reduce", "all_to_all_single", "broadcast", "reduce", "reduce_scatter_single")
 
 
 @dataclass(frozen=True)
@@ -57,17 +52,6 @@ class Comparison:
         return abs(self.planned / self.counted - 1) <= NEAR
 
 
-class _Held:
-    """A collective that keeps its tensors until it is awaited, as those of gloo and NCCL do."""
-
-    def __init__(self, launch: Callable[..., dist.Work], *tensors: Any, **options: Any) -> None:
-        self._work, self._tensors = launch(*tensors, **options), tensors
-
-    def wait(self) -> None:
-        self._tensors = ()
-        self._work.wait()
-
-
 def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: str = "gloo") -> Counted:
     """Of one micro-batch, all ranks on one host."""
     if cuboid.ranks > MOST_RANKS:
@@ -87,14 +71,6 @@ def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: 
     finally:
         child.join()
     return found
-
-
-def join_silent_world(rank: int, size: int, backend: str = "gloo") -> None:
-    """For a process that does nothing else: collectives are called as on this backend, and none sends anything."""
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    dist.get_backend = lambda group=None: dist.Backend(backend)
-    for name in LAUNCHES:
-        setattr(dist, name, partial(_Held, getattr(dist, name)))
 
 
 def _play(work: Work, cuboid: Cuboid, choice: Choice, rank: int, backend: str, answer: Connection) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.comm.collectives import LEAST_ALONE
+from cuboid.comm.transport.gloo import LEAST_ALONE
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.sizes import Sizes, Weight, added

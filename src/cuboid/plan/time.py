@@ -101,7 +101,7 @@ class Prices:
         return self._once(price, m.tobytes(), n.tobytes(), k.tobytes())
 
     def collective(self, axis: str, kind: str, whole: Array, itemsize: int) -> Fare:
-        """Of `whole` elements. Reduce-scatters are direct wherever comm/collectives.py makes them of an all-to-all."""
+        """Of `whole` elements. Reduce-scatters are direct wherever a transport makes them of an all-to-all."""
 
         def price() -> Fare:
             group, size = self.groups[axis], whole * itemsize

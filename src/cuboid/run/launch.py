@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from cuboid.mesh.device import any_gpu, backend_for, is_gpu, take
+from cuboid.device import any_gpu, backend_for, is_gpu, take
 from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
 from cuboid.run.meeting import fresh_store, store_is_old
 from cuboid.run.stop import Stop, leave_signals_to_parent

@@ -21,7 +21,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from cuboid.mesh.journal import Account, Journal, explain, waits
+from cuboid.comm.journal import Account, Journal, explain, waits
 
 EXIT_CODE = 70  # of a rank that hangs where no exception reaches it
 MOMENT = 3.0  # seconds that the rank which failed has for its own words before others speak of it

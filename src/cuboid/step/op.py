@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind
 from cuboid.comm.flight import Pause, Steps
-from cuboid.mesh.mesh import Axis
 
 Ahead = Callable[[], None]
 
@@ -328,9 +328,9 @@ class Recomputed:
 
     def _run(self, saved: list[Any], dY: Any, w: Any, at: Any, before: Ahead) -> Steps:
         steps = self.inner(saved.pop(), w, at)
-        _, back = yield from steps
+        Y, back = yield from steps
         steps = back.run(dY, w, before)
-        del dY, back
+        del Y, dY, back
         dX = yield from steps
         return dX
 

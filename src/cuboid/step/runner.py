@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_reduce
 from cuboid.comm.flight import Steps
-from cuboid.mesh.mesh import Axis
 from cuboid.mesh.place import Place
 from cuboid.step.op import Back, Layer, nothing
 from cuboid.step.schedule import Move, Order, Schedule, Task, interleave
@@ -70,23 +70,29 @@ class At:
 class _Shelf:
     """The weights of stages in the order in which a pass comes to them: unsharded from the first sub-batch that takes
     them to the last that leaves them, the next stage's on their way where one is held alone. Of a stage that is not
-    `needed` the gradients alone are kept."""
+    `needed` the gradients alone are kept. What is in `kept` is not gathered."""
 
     def __init__(
-        self, buckets: Sequence[Sequence[Bucket]], needed: Sequence[bool], parts: int, ahead: bool, late: bool
+        self,
+        buckets: Sequence[Sequence[Bucket]],
+        needed: Sequence[bool],
+        kept: dict[Bucket, list[Tensor]],
+        parts: int,
+        ahead: bool,
+        late: bool = False,
     ) -> None:
-        self._buckets, self._needed, self._parts, self._ahead, self._late = buckets, needed, parts, ahead, late
+        self._buckets, self._needed, self._kept = buckets, needed, kept
+        self._parts, self._ahead, self._late = parts, ahead, late
         self._left = [parts] * len(buckets)
         self._flying: dict[int, Sequence[Callable[[], list[Tensor]]]] = {}
         self._held: dict[int, Gathered] = {}
 
-    def put(self, i: int, weights: Sequence[list[Tensor]]) -> None:
-        """Weights that are there already."""
-        self._flying[i] = [partial(list, each) for each in weights]
-
     def _launch(self, i: int) -> None:
         if i < len(self._buckets) and self._left[i] and i not in self._flying and i not in self._held:
-            self._flying[i] = [bucket.gather() for bucket in self._buckets[i]] if self._needed[i] else ()
+            self._flying[i] = [self._gather(bucket) for bucket in self._buckets[i]] if self._needed[i] else ()
+
+    def _gather(self, bucket: Bucket) -> Callable[[], list[Tensor]]:
+        return partial(list, self._kept.pop(bucket)) if bucket in self._kept else bucket.gather()
 
     def take(self, i: int) -> Gathered:
         if i not in self._held:
@@ -123,7 +129,7 @@ class Pass:
     backs: list[list[Back]]  # by sub-batch, by stage
     count: Tensor | None = None  # of the losses that are averaged
     early: list[_Early] = field(default_factory=list)
-    kept: dict[int, Sequence[list[Tensor]]] = field(default_factory=dict)  # weights, by stage
+    kept: dict[Bucket, list[Tensor]] = field(default_factory=dict)  # unsharded weights
 
 
 class Runner:
@@ -148,9 +154,16 @@ class Runner:
         self.parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self.between: Callable[[int], None] | None = None
         self.told: Callable[[Sequence[Move]], None] | None = None
-        again = [i for i, stage in enumerate(stages) if stage.again]
-        large = [i for i in again if any(p.dim() > 1 for each in self._of[stages[i]] for p in each.parameters)]
-        self._kept = again if retain else large[-1:] if schedule.prefetch else []  # backward begins with the last
+        self._kept = self._to_keep(retain)
+
+    def _to_keep(self, retain: bool) -> list[set[Bucket]]:
+        """The buckets whose weights stay when forward leaves each stage: with prefetch those of the last large one,
+        with which backward begins; if they are to be retained, all that a later stage or backward needs."""
+        again = [{*self._of[stage]} if stage.again else set() for stage in self.stages]
+        if retain:
+            return [again[i].union(*(self._of[stage] for stage in self.stages[i + 1 :])) for i in range(len(again))]
+        large = [i for i, each in enumerate(again) if any(p.dim() > 1 for bucket in each for p in bucket.parameters)]
+        return [each if self.schedule.prefetch and large[-1:] == [i] else set() for i, each in enumerate(again)]
 
     def sums(self, passes: int = 1) -> Sums:
         uses = Counter(bucket for each in self._of.values() for bucket in each)
@@ -177,7 +190,7 @@ class Runner:
         ats = at.split(self.schedule.parts)
         passed, n = Pass([[] for _ in ats]), len(ats)
         buckets = [self._of[stage] for stage in self.stages]
-        shelf = _Shelf(buckets, [True] * len(buckets), n, self.schedule.prefetch, late=False)
+        shelf = _Shelf(buckets, [True] * len(buckets), passed.kept, n, self.schedule.prefetch)
         each = zip(X.chunk(n, 1), ats, passed.backs, strict=True)
         return Task([self._through(*one, shelf, passed) for one in each], list), passed
 
@@ -193,8 +206,11 @@ class Runner:
             gathered = shelf.leave(i)
             if gathered is not None and at.train:
                 passed.early += [_Early(bucket, land, gathered.shrunk) for bucket, land in gathered.reduce()]
-                if i in self._kept:
-                    passed.kept[i] = gathered.weights
+                for bucket, weights in zip(self._of[stage], gathered.weights, strict=True):
+                    if bucket in self._kept[i]:
+                        passed.kept[bucket] = weights
+                    else:
+                        passed.kept.pop(bucket, None)
         return X
 
     # Backward
@@ -202,15 +218,12 @@ class Runner:
     def backward(self, passed: Pass, dloss: Tensor, sums: Sums, late: bool = False) -> Task:
         """Gives dX of each sub-batch and, if `late`, what is left for `settle`."""
         assert passed.count is not None
-        scale, stages, last = dloss / passed.count, self.stages[::-1], len(self.stages) - 1
+        scale, stages = dloss / passed.count, self.stages[::-1]
         for bucket, land, shrunk in passed.early:
             sums.put(bucket, [None if gradient is None else gradient * (scale / shrunk) for gradient in land()])
-        buckets, needed = [self._of[stage] for stage in stages], [stage.again for stage in stages]
-        shelf = _Shelf(buckets, needed, len(passed.backs), self.schedule.prefetch, late)
-        for i, weights in passed.kept.items():
-            shelf.put(last - i, weights)
         passed.early.clear()
-        passed.kept.clear()
+        buckets, needed = [self._of[stage] for stage in stages], [stage.again for stage in stages]
+        shelf = _Shelf(buckets, needed, passed.kept, len(passed.backs), self.schedule.prefetch, late)
         left: list[tuple[Stage, Gathered]] = []
         steps = [self._back_through(scale, backs, shelf, left, sums if not late else None) for backs in passed.backs]
         return Task(steps, lambda dXs: (dXs, left))
@@ -256,8 +269,8 @@ class Runner:
                 "0 on"
             )
         late = any(move.kind == "W" for moves in order for move in moves)
-        device = self.parameters[0].device
-        sums, dloss = self.sums(len(batches)), torch.tensor(scale / len(batches), dtype=torch.float64, device=device)
+        sums = self.sums(len(batches))
+        dloss = torch.tensor(scale / len(batches), dtype=torch.float64, device=self.parameters[0].device)
         losses, passes, left = dict[int, Tensor](), dict[int, Pass](), dict[int, list[tuple[Stage, Gathered]]]()
         for moves in order:
             if self.told is not None:

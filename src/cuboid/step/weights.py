@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuboid.comm.collectives import LEAST_ALONE, all_gather, all_reduce, reduce_scatter_each
+from cuboid.comm.axis import Axis
+from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter_each
+from cuboid.comm.transport.gloo import LEAST_ALONE
 from cuboid.mesh.layout import Spec, ceil_div
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 
 Gradients = list[Tensor | None]  # of a bucket's parameters
 Landing = Callable[[], Gradients]  # waits for them
@@ -35,7 +37,7 @@ class Bucket:
         self.parameters = [parameter for parameter, _ in parameters]
         self.specs = [spec for _, spec in parameters]
         self.mesh, self.dtype = mesh, dtype or self.parameters[0].dtype
-        self.index = {parameter: i for i, parameter in enumerate(self.parameters)}
+        self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self.shapes = [spec.local_shape(mesh.cuboid, mesh.coordinates, gathered=("x",)) for spec in self.specs]
         # in flight every rank's part is as long as the longest: ceil(rows/x) rows of each parameter split by x
         self._rows = [ceil_div(shape[0], mesh.x.size) for shape in self.shapes]
@@ -78,7 +80,7 @@ class Bucket:
             for i, weight in zip(self._split, found, strict=True):
                 rows, *rest = self.shapes[i]
                 whole[i] = weight.view(self._rows[i] * self.mesh.x.size, *rest)[:rows]
-            return [weight.to(self.dtype) for weight in whole]
+            return whole if self.parameters[0].dtype == self.dtype else [weight.to(self.dtype) for weight in whole]
 
         return land
 
@@ -172,54 +174,52 @@ class Gathered:
 
     def __init__(self, buckets: Sequence[Bucket], weights: Sequence[list[Tensor]], uses: int, late: bool) -> None:
         self._buckets, self.weights, self._uses, self._late = buckets, weights, uses, late
-        self._by_parameter = {
-            p: weight
-            for bucket, each in zip(buckets, weights, strict=False)
-            for p, weight in zip(bucket.parameters, each, strict=True)
-        }
-        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._by_id: dict[int, Tensor] = {}
+        for bucket, each in zip(buckets, weights, strict=False):
+            self._by_id.update(zip(bucket.index, each, strict=True))
+        self._sums: dict[int, Tensor] = {}  # by the parameter's id
         self._waiting: list[Callable[[], None]] = []
         self.shrunk = 1.0  # what gradients made in forward were multiplied by, so that they fit in fp16
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
-        return self._by_parameter[parameter]
+        return self._by_id[id(parameter)]
 
     def lasting(self, parameter: nn.Parameter) -> Tensor:
         """A weight that may be kept: it does not hold on to what was gathered with it."""
         bucket = self._bucket(parameter)
-        gathered = bucket.mesh.x.size > 1 and "x" in bucket.specs[bucket.index[parameter]].cut_by
+        gathered = bucket.mesh.x.size > 1 and "x" in bucket.specs[bucket.index[id(parameter)]].cut_by
         return self[parameter].clone() if gathered else self[parameter]
 
     def release(self) -> None:
         self.weights = ()
-        self._by_parameter.clear()
+        self._by_id.clear()
 
     def _bucket(self, parameter: nn.Parameter) -> Bucket:
-        return next(bucket for bucket in self._buckets if parameter in bucket.index)
+        return next(bucket for bucket in self._buckets if id(parameter) in bucket.index)
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Of the unsharded weight, released or not."""
         bucket = self._bucket(parameter)
-        return bucket.shapes[bucket.index[parameter]]
+        return bucket.shapes[bucket.index[id(parameter)]]
 
     def gradient(self, parameters: Sequence[nn.Parameter], wide: bool = False, extra: int = 0) -> tuple[Tensor, bool]:
         """Where the gradients of unsharded weights are added up, the rows of one after those of another, with `extra`
         rows after each, and whether there is anything yet to add to. `wide`: in fp32 or better."""
-        if parameters[0] in self._sums:
-            return joined([self._sums[p] for p in parameters]), True
+        if id(parameters[0]) in self._sums:
+            return joined([self._sums[id(p)] for p in parameters]), True
         shapes, dtype = [self.shape(p) for p in parameters], self._bucket(parameters[0]).dtype
         rows = [shape[0] + extra for shape in shapes]
         if wide or self._uses > 1:
             dtype = torch.promote_types(dtype, torch.float32)
         joint = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=parameters[0].device)
-        self._sums.update(zip(parameters, joint.split_with_sizes(rows), strict=True))
+        self._sums.update(zip(map(id, parameters), joint.split_with_sizes(rows), strict=True))
         return joint, False
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the gradient of one small weight."""
         if parameter.requires_grad:
-            before = self._sums.get(parameter)
-            self._sums[parameter] = gradient if before is None else before + gradient
+            before = self._sums.get(id(parameter))
+            self._sums[id(parameter)] = gradient if before is None else before + gradient
 
     def make(self, work: Callable[[], None]) -> None:
         """Have gradients made: now or when `settle` is called."""
@@ -233,10 +233,11 @@ class Gathered:
         """Launch the sums over x of all gradients there are."""
         found = []
         for bucket in self._buckets:
-            mine: Gradients = [self._sums.pop(p, None) for p in bucket.parameters]
+            mine: Gradients = [self._sums.pop(i, None) for i in bucket.index]
             if any(gradient is not None for gradient in mine):
-                rows = [shape[0] for shape in bucket.shapes]
-                mine = [None if g is None else g[:n] for g, n in zip(mine, rows, strict=True)]
+                for i, (gradient, shape) in enumerate(zip(mine, bucket.shapes, strict=True)):
+                    if gradient is not None and len(gradient) > shape[0]:
+                        mine[i] = gradient[: shape[0]]  # without the extra rows
                 found.append((bucket, bucket.reduce(mine)))
         return found
 

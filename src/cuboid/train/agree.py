@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from cuboid.comm.collectives import all_gather, shift
+from cuboid.comm.journal import listed
 from cuboid.layers.product import multiply
 from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.journal import listed
 from cuboid.mesh.layout import Spec
 from cuboid.model.nn import declared
 from cuboid.model.transformer import Transformer

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cuboid import data
-from cuboid.mesh.device import gpu_at_hand
+from cuboid.device import gpu_at_hand
 from cuboid.plan.explain import nothing_fits, why
 from cuboid.plan.hardware import PRESETS, Hardware, load
 from cuboid.plan.layer import Work

@@ -13,9 +13,9 @@ from torch import Tensor
 from cuboid import data
 from cuboid.baselines.serial import Serial
 from cuboid.comm.collectives import from_all, from_first
+from cuboid.device import peak_memory
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of
-from cuboid.mesh.device import peak_memory
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig

@@ -13,8 +13,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cuboid.comm.ledger import Span
 from cuboid.mesh.cuboid import AXES
-from cuboid.mesh.ledger import Span
 
 LANES = ("compute", *AXES, "world")
 COLOURS = {"compute": "#444444", "x": "#2e8540", "y": "#1f5fa8", "z": "#d1700f", "data": "#8a4f9e", "world": "#999999"}

@@ -6,8 +6,8 @@ from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 
+from cuboid.comm.ledger import Ledger
 from cuboid.mesh.cuboid import AXES
-from cuboid.mesh.ledger import Ledger
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
 from cuboid.step.schedule import Move, Schedule

@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import from_first
-from cuboid.mesh.mesh import Axis
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import RunError
 from cuboid.train import manifest

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 from rich.progress import Progress
 
-from cuboid.mesh.device import is_gpu, usable_memory
+from cuboid.device import is_gpu, usable_memory
 from cuboid.plan.calibrate.fitting import fit_layers, fit_links, fit_products
 from cuboid.plan.calibrate.timing import (
     Bench,

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import COLLECTIVES, Kind, from_all
+from cuboid.device import synchronize
 from cuboid.layers.attention import attend
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.device import synchronize
-from cuboid.mesh.mesh import Axis, Mesh
+from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import COMPUTE, CuboidParallel
 from cuboid.model.transformer import Transformer
