@@ -31,7 +31,8 @@ from cuboid.step.weights import Bucket, Gathered, Landing, Sums
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A layer, and the modules whose weights it needs, itself unless told: in forward and, if `again`, in backward too.
+    """A layer, and the modules whose weights it needs, itself unless told (none if it is no module): in forward and, if
+    `again`, in backward too.
     The weights of a module travel together, and are unsharded while the stage runs."""
 
     name: str
@@ -41,7 +42,7 @@ class Stage:
 
     @property
     def needs(self) -> Sequence[Any]:
-        return self.modules or (self.layer,)
+        return self.modules or ((self.layer,) if isinstance(self.layer, nn.Module) else ())
 
 
 @dataclass(frozen=True)
@@ -265,8 +266,8 @@ class Runner:
         named = sorted({move.batch for moves in order for move in moves})
         if not named or named != list(range(len(batches))):
             raise ValueError(
-                f"the order is of micro-batches {named}, but there are {len(batches)} micro-batches; it names each from "
-                "0 on"
+                f"the order is of micro-batches {named}, but there are {len(batches)} micro-batches; it must name each "
+                "of them, from 0 on"
             )
         late = any(move.kind == "W" for moves in order for move in moves)
         sums = self.sums(len(batches))
