@@ -97,7 +97,7 @@ def launches(case: Case, rank: int) -> list[Launch]:
     """Of a rank in a step of the case."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", rank=rank, world_size=case.cuboid.ranks, store=FakeStore())
+    dist.init_process_group("fake_gloo", rank=rank, world_size=case.cuboid.ranks, store=FakeStore())
     recorder = Recorder(rank)
     parallel = CuboidParallel(case.config, Mesh(case.cuboid, rank, watch=recorder), case.policy, schedule=case.schedule)
     model, place = Transformer(parallel, None, recompute=case.recompute), parallel.place(case.batch, case.seq)

@@ -64,7 +64,7 @@ class Mixer(LayerModule):
 def squares(X: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of squared errors, and how many count: padding is not a number."""
     counts = ~targets.isnan()
-    return (X - targets).square().where(counts, 0).sum(), counts.sum()
+    return (X - targets.nan_to_num()).square().where(counts, 0).sum(), counts.sum()
 
 
 class Regression(Model):
@@ -82,7 +82,8 @@ class Regression(Model):
         return [
             Stage("first", first, [self.first]),
             Stage("second", self.second),
-            Stage("loss", chain(local(torch.sin), self.parallel.own_loss(squares)), [self.second.norm]),
+            Stage("bend", local(torch.sin)),
+            Stage("loss", self.parallel.own_loss(squares)),
         ]
 
 
@@ -205,7 +206,16 @@ MISTAKES: dict[str, tuple[Layers, Sequence[str]]] = {
         lambda m: [embed(m), Stage("mix", chain(m.norm, m.mlp), [m.norm, m.mlp])],
         ["the last stage, mix, gives no loss"],
     ),
-    "no stages": (lambda m: [], ["no stage"]),
+    "no stages": (lambda m: [], ["lists no stages"]),
+    "a module of a module": (
+        lambda m: [
+            embed(m),
+            Stage("mix", chain(m.norm, m.mlp), [m.norm, m.mlp]),
+            Stage("again", chain(m.parallel.into([m.mlp.up.affine]), m.parallel.out_of(m.mlp.down.affine)), [m.mlp.up]),
+            head(m),
+        ],
+        ["mlp.up.weight", "stages mix and again"],
+    ),
 }
 
 
@@ -218,6 +228,16 @@ def test_model_finds_mistake_at_construction(mistake: str, parallel: str) -> Non
         Broken(on, stages)
     for words in says:
         assert words in str(error.value)
+
+
+def test_stage_whose_weights_are_not_named_says_so() -> None:
+    model = Broken(
+        Serial(CONFIG),
+        lambda m: [embed(m), Stage("mix", chain(m.norm, m.mlp), [m.norm]), Stage("more", m.mlp), head(m)],
+    )
+    place, ids = model.parallel.place(2, 4), torch.zeros(4, 2, dtype=torch.long)
+    with pytest.raises(ValueError, match="a parameter of 96 elements, of no module that its stage names"):
+        model(ids, ids, place)
 
 
 def test_linear_rejects_unknown_way() -> None:
