@@ -9,6 +9,7 @@ from sharded import move_parameters, relative
 from torch import Tensor
 
 from cuboid.baselines.serial import Serial
+from cuboid.comm.collectives import reduce_scatter
 from cuboid.layers.product import weight_gradient
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
@@ -98,6 +99,25 @@ def parts_error(dY: Tensor, X: Tensor, parts: int) -> float:
 def test_gathered_adds_up_bf16_gradients_of_many_sub_batches(pool: Pools) -> None:
     few, many = pool(1).run(accumulated_errors)[0]
     assert many <= few
+
+
+def sum_error(world: World) -> float:
+    """Of a reduce-scatter of bf16 into fp32, over two ranks and over four."""
+    errors = []
+    for shape in (Cuboid(2, 2, 1), Cuboid(4, 1, 1)):
+        mesh = Mesh(shape, world.rank)
+        tensors = [torch.randn(8, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
+        line = [rank for rank in range(4) if rank % (4 // shape.x) == world.rank % (4 // shape.x)]
+        part = 8 // shape.x
+        wanted = sum(tensors[rank].double() for rank in line)[mesh.x.index * part : (mesh.x.index + 1) * part]
+        found = reduce_scatter(tensors[world.rank], mesh.x, torch.float32).wait()
+        errors.append(relative(found.double(), wanted))
+        mesh.close()
+    return max(errors)
+
+
+def test_reduce_scatter_of_bf16_sums_in_fp32(pool: Pools) -> None:
+    assert max(pool(4).run(sum_error)) < 1e-6
 
 
 # fp16, and a word that most tokens are

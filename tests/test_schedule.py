@@ -28,7 +28,7 @@ from cuboid.model.transformer import Transformer
 from cuboid.plan.measure import Memory
 from cuboid.run.launch import Pool, World
 from cuboid.step.runner import At
-from cuboid.step.schedule import OFF, PREFETCH, Schedule, Task, interleave
+from cuboid.step.schedule import OFF, PREFETCH, Schedule, Task, interleave, parse
 
 Pools = Callable[[int], Pool]
 PARTS, CHUNKS = Schedule(parts=4), Schedule(chunks=2)
@@ -132,6 +132,29 @@ def test_product_backward_gathers_next_input_early(pool: Pools) -> None:
     """The X of a product is gathered again before the product after it makes its gradient."""
     (events,) = pool(1).run(backward_of)
     assert events == ["X7", *[each for i in reversed(range(7)) for each in (f"X{i}", "dW")], "dW"]
+
+
+def gradients_by_move(world: World) -> list[tuple[str, int]]:
+    """How many weights' gradients are made in each move of a step."""
+    made: dict[str, int] = {}
+    weight_gradient = product.weight_gradient
+
+    def gradient(*args: Any) -> None:
+        made[list(made)[-1]] += 1
+        weight_gradient(*args)
+
+    model = Transformer(CuboidParallel(MODEL.replace(layers=2, dropout=0.0), Mesh(Cuboid(), alone=True)))
+    place = model.parallel.place(8, 12)
+    tokens, targets = (place.take(whole, 0) for whole in batch())
+    model.runner.told = lambda moves: made.update({"+".join(f"{kind}{i}" for kind, i in moves): 0})
+    with patch.object(product, "weight_gradient", gradient):
+        model.play([(tokens, At(place, targets))] * 2, parse("F0 F1+B0 W0 B1 W1"))
+    return list(made.items())
+
+
+def test_product_makes_late_gradients_when_settled(pool: Pools) -> None:
+    (made,) = pool(1).run(gradients_by_move)
+    assert made == [("F0", 0), ("F1+B0", 0), ("W0", 8), ("B1", 0), ("W1", 8)]
 
 
 def test_interleave_launches_all_sub_batches_before_waiting() -> None:
