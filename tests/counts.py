@@ -11,6 +11,7 @@ COUNTS = {
     "kills of a run": (3, 50),
     "steps of a soaked run": (500, 10_000),
     "random cuboids and models": (10, 500),
+    "random launch orders": (20, 3000),
 }
 
 

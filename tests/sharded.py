@@ -7,7 +7,6 @@ step.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -23,12 +22,12 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
-from cuboid.model.nn import declared
+from cuboid.model.nn import Model, declared
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.run.launch import World
 from cuboid.step.op import chain
-from cuboid.step.runner import Stage
+from cuboid.step.runner import At, Stage
 from cuboid.step.schedule import PREFETCH, Schedule
 
 EXACT = 1e-9  # relative, in fp64
@@ -46,6 +45,7 @@ class Case:
     recompute: Recompute = "none"
     seed: int = 1
     schedule: Schedule = PREFETCH
+    micro_batches: int = 1  # of `batch` samples each
 
 
 class Outcome(NamedTuple):
@@ -78,7 +78,7 @@ def compare(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel]
     dist.gather_object(mine, ranks if world.rank == 0 else None)
     if world.rank:
         return {}
-    reference = step(Serial(case.config), case)
+    reference = step(Serial(case.config), case, plainly)
     errors = {
         "loss": abs(mine.loss / reference.loss - 1),
         "norm": abs(mine.norm / reference.norm - 1),
@@ -107,11 +107,7 @@ def compare_own_loss(world: World, case: Case, parallel: Callable[[Case, Mesh], 
     mesh, (tokens, targets), found = Mesh(case.cuboid, world.rank), batch_of(case), []
     for each in (parallel(case, mesh), Serial(case.config)):
         model, place = Squares(each, case.seed, torch.float64), each.place(case.batch, case.seq)
-        with torch.no_grad():
-            for _, parameter, declaration in declared(model):
-                spec = declaration.spec
-                by = torch.linspace(-0.3, 0.7, prod(spec.shape), dtype=torch.float64).sin().view(spec.shape)
-                parameter += spec.take(by, each.mesh.cuboid, each.mesh.coordinates)
+        move_parameters(model, case.seed)
         loss = model(place.take(tokens, 0), place.take(targets, -100), place)
         loss.backward()
         found.append((loss.item(), model))
@@ -125,38 +121,63 @@ def compare_own_loss(world: World, case: Case, parallel: Callable[[Case, Mesh], 
     return errors
 
 
-def step(parallel: Parallel, case: Case) -> Outcome:
+Batches = Sequence[tuple[Tensor, At]]
+
+
+def played(model: Model, batches: Batches) -> Tensor:
+    """The mean loss, after its backward: as autograd has it or, of micro-batches, as the schedule orders them."""
+    if len(batches) > 1:
+        return torch.stack(model.play(batches)).mean()
+    return plainly(model, batches)
+
+
+def plainly(model: Model, batches: Batches) -> Tensor:
+    """The same with nothing but `loss.backward()`, one micro-batch after another."""
+    total = torch.zeros((), dtype=torch.float64)
+    for tokens, at in batches:
+        loss = model(tokens, at.targets, at.place, at.loss, at.seed) / len(batches)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+@torch.no_grad()
+def move_parameters(model: Model, seed: int) -> None:
+    """Away from zero and one, the same on every cuboid."""
+    mesh, generator = model.parallel.mesh, torch.Generator().manual_seed(seed)
+    for _, parameter, d in declared(model):
+        noise = 0.2 * torch.randn(d.spec.shape, generator=generator, dtype=torch.float64)
+        parameter += d.spec.take(noise, mesh.cuboid, mesh.coordinates).to(parameter.dtype)
+
+
+def step(parallel: Parallel, case: Case, run: Callable[[Model, Batches], Tensor] = played) -> Outcome:
     """One forward and backward of the case's model and batch."""
-    mesh, loss = parallel.mesh, case.loss
+    loss = case.loss
     model = Transformer(parallel, case.seed, torch.float64, case.recompute)
     parameters = {name: parameter for name, parameter, _ in declared(model)}
     specs = {name: declaration.spec for name, _, declaration in declared(model)}
     initial = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    generator = torch.Generator().manual_seed(case.seed)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            noise = 0.2 * torch.randn(specs[name].shape, generator=generator, dtype=torch.float64)
-            parameter += specs[name].take(noise, mesh.cuboid, mesh.coordinates)
-    tokens, targets = batch_of(case)
+    move_parameters(model, case.seed)
     place = parallel.place(case.batch, case.seq)
-    mine = place.take(tokens, 0)
-    value = model(mine, place.take(targets, loss.ignore_index), place, loss, case.dropout)
-    value.backward()
+    batches = []
+    for tokens, targets in zip(*(whole.chunk(case.micro_batches) for whole in batch_of(case)), strict=True):
+        at = At(place, place.take(targets, loss.ignore_index), loss, case.dropout)
+        batches.append((place.take(tokens, 0), at))
+    value = run(model, batches)
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     norm = model.gradient_norm().item()
-    with torch.no_grad():
-        logits = model.logits(mine, place)
+    logits = model.logits(batches[0][0], place)
     return Outcome(specs, initial, gradients, value.item(), norm, logits, place.logits)
 
 
 def batch_of(case: Case) -> tuple[Tensor, Tensor]:
-    """Tokens and targets. A quarter of these is ignored, and all of the first sample if there are others, so
-    that the ranks of x count unequal numbers of tokens."""
+    """Tokens and targets of all micro-batches. A quarter of these is ignored, and all of the first sample if there are
+    others, so that the ranks of x count unequal numbers of tokens."""
     generator = torch.Generator().manual_seed(case.seed)
-    shape = (case.batch, case.seq)
+    shape = (case.micro_batches * case.batch, case.seq)
     tokens, targets = (torch.randint(0, case.config.vocab, shape, generator=generator) for _ in range(2))
     ignored = torch.rand(shape, generator=generator) < 0.25
-    if case.batch > 1:
+    if shape[0] > 1:
         ignored[0] = True
     ignored[-1, 0] = False
     return tokens, torch.where(ignored, case.loss.ignore_index, targets)
@@ -174,6 +195,18 @@ def join_logits(ranks: Sequence[Outcome], case: Case) -> Tensor:
 
 def relative(found: Tensor, wanted: Tensor, least: float = 0.0) -> float:
     return ((found - wanted).norm() / max(wanted.norm().item(), least)).item()
+
+
+def against(model: Model, reference: Model) -> float:
+    """The largest relative error of this rank's shards of the gradients against those of one device."""
+    mesh, norm, errors = model.parallel.mesh, reference.gradient_norm().item(), [0.0]
+    for name, parameter, d in declared(model):
+        wanted, found = reference.get_parameter(name).grad, parameter.grad
+        assert (wanted is None) == (found is None), f"{name} has a gradient on one of the two alone"
+        if wanted is not None and found is not None:
+            mine = d.spec.take(wanted, mesh.cuboid, mesh.coordinates)
+            errors.append(relative(found, mine, least=1e-3 * norm))
+    return torch.tensor(errors, dtype=torch.float64).max().item()  # what is not a number is the largest
 
 
 def wrong(errors: dict[str, float], tolerance: float = EXACT) -> dict[str, float]:

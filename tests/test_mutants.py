@@ -1,185 +1,199 @@
-"""Bugs that others shipped, put in on purpose: the comparison of `sharded.py` must see every one of them.
+"""Breakages of the core, put in on purpose: its tests must notice every one of them.
 
-Most of them do not show where only one axis is longer than one. That is why the suite runs on mixed cuboids, and why
-the biases it runs with are not zero.
+Most do not show where only one axis is longer than one. That is why the suite runs on mixed cuboids, and why the biases
+it runs with are not zero. Which are noticed is remembered in pytest's cache as long as nothing changes, so a run that
+was broken off goes on where it was.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import test_blocks
+import test_cost
+import test_frozen
+import test_own_model
+import test_precision
+import test_property
+import test_schedule
+import test_step
+from mutants import MUTANTS, Mutant, edited
+from ranks import ReusedPool
 from sharded import Case, compare, wrong
-from torch import Tensor
 
-from cuboid.comm.flight import Steps, landed
-from cuboid.layers import product
-from cuboid.layers.product import Linear, Out
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
-from cuboid.model.cuboid import SPECS, CuboidParallel
-from cuboid.run.launch import Pool, RankError, World
-from cuboid.step import weights
-from cuboid.step.weights import Bucket, Weights
+from cuboid.model.cuboid import SPECS, Policy
+from cuboid.run.launch import Pool, World
+from cuboid.step.schedule import OFF, PREFETCH, Schedule
 
 pytestmark = pytest.mark.slow
 
-GPT2 = ModelConfig("gpt2", layers=1, hidden=24, heads=12, vocab=37, context=16, ffn=40)
-LLAMA = ModelConfig("llama", layers=1, hidden=24, heads=12, kv_heads=2, vocab=37, ffn=40)
+Pools = Callable[[int], Pool]
+Check = Callable[[Pools], None]
+GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=12, vocab=37, context=16, ffn=41, dropout=0.1)
+LLAMA = ModelConfig("llama", layers=2, hidden=24, heads=12, kv_heads=2, vocab=37, ffn=40, qk_norm=True)
+TIMEOUT = 20.0  # seconds: ranks that wait for each other in vain
+
+VALUES = [
+    Case(GPT2, Cuboid(2, 2, 1), 4, 12, schedule=Schedule(parts=2)),
+    Case(LLAMA, Cuboid(1, 2, 2), 4, 12, schedule=Schedule(parts=2, beside=True), micro_batches=2),
+    Case(GPT2, Cuboid(1, 2, 2), 2, 12, dropout=3, recompute="full", schedule=Schedule(chunks=2)),
+    Case(LLAMA.replace(kv_heads=12), Cuboid(2, 1, 2), 1, 16, Policy("retain", "retain", 40), schedule=OFF),
+    Case(LLAMA, Cuboid(1, 2, 1, data=2), 4, 7, recompute="selective", micro_batches=2),
+    Case(LLAMA.replace(vocab=38), Cuboid(3, 1, 1), 3, 12, schedule=PREFETCH),
+]
 
 
-def interleaved() -> AbstractContextManager[Any]:
-    """Weights cut by x, then y, but gathered as if by y, then x."""
-    return patch.dict(SPECS, {"into.weight": ((("x", "y"), ("z",)), ())})
+def same_values(case: Case, pools: Pools) -> None:
+    assert not wrong(pools(case.cuboid.ranks).run(compare, case)[0], 1e-6)
 
 
-def table_interleaved() -> AbstractContextManager[Any]:
-    """The same in the embedding."""
-    return patch.dict(SPECS, {"table": ((("x", "y"), ("z",)), ())})
+def alone(test: Callable[[], None], pools: Pools) -> None:
+    test()
 
 
-def norm_not_summed() -> AbstractContextManager[Any]:
-    """Every y-rank keeps the norm's gradient of its own tokens."""
-    return patch.dict(SPECS, {"norm": (SPECS["norm"][0], ())})
+COSTS = [case for case in test_cost.CASES if case.cuboid in (Cuboid(2, 2, 1), Cuboid(1, 2, 2))]
 
-
-def head_norm_not_summed() -> AbstractContextManager[Any]:
-    """Every z-rank keeps the gradient of its own heads."""
-    return patch.dict(SPECS, {"head_norm": (SPECS["head_norm"][0], ("x", "y"))})
-
-
-def replicas_not_summed() -> AbstractContextManager[Any]:
-    """No sum over the axes a parameter is replicated over, `data` among them."""
-
-    return patch.object(weights, "all_reduce", lambda x, axis: landed(x))
-
-
-def axes_swapped() -> AbstractContextManager[Any]:
-    """The way out of attention plays y for z."""
-
-    def out_of(self: CuboidParallel, X: Tensor, W: Weights, linear: Linear, heads: int = 0) -> Steps:
-        k, n = (self.mesh.z, self.mesh.y) if heads else (self.mesh.y, self.mesh.z)
-        (Y,) = yield from self._product(X, W, [Out([linear])], k, n, blocks=n.size if heads else 1)
-        return Y
-
-    return patch.object(CuboidParallel, "out_of", out_of)
-
-
-def heads_out_of_order() -> AbstractContextManager[Any]:
-    """Blocks of heads gathered over z are taken for one another."""
-    multiply = product.multiply
-    return patch.object(product, "multiply", lambda X, W, Y: multiply(X.flip(0), W, Y))
+#: The core's tests, those that notice most first.
+CHECKS: dict[str, Check] = {
+    **{f"values on {case.cuboid}": partial(same_values, case) for case in VALUES},
+    "launch order": test_schedule.test_schedule_sets_collective_launch_order,
+    "beside": test_schedule.test_schedule_beside_interleaves_forward_with_backward,
+    "X gathered early": test_schedule.test_product_backward_gathers_next_input_early,
+    "dW when asked for": test_schedule.test_product_makes_late_gradients_when_settled,
+    "interleave": partial(alone, test_schedule.test_interleave_launches_all_sub_batches_before_waiting),
+    "launches of all ranks": partial(
+        alone, test_property.test_cuboid_parallel_launches_alike_where_ranks_pick_unequal_key_heads
+    ),
+    "memory": partial(alone, test_schedule.test_schedule_prefetch_memory_is_at_most_two_layers),
+    "second backward": test_step.test_model_second_backward_says_why_not,
+    "hooks": test_step.test_model_gradient_hooks_are_called_once_per_step,
+    "optimizer": partial(test_step.test_model_parameters_train_as_serial_with_torch_optimizer, Cuboid(2, 2, 1)),
+    "copies": partial(test_frozen.test_model_deepcopy_is_independent, Cuboid(2, 2, 1)),
+    "frozen": partial(
+        test_frozen.test_model_frozen_parameters_get_no_gradient_and_change_no_other, Cuboid(2, 2, 1), PREFETCH
+    ),
+    **{
+        f"orders on {shape}": partial(test_step.test_model_play_gives_same_gradients_in_any_order, shape, setting)
+        for shape, setting in zip(test_step.MIXED, test_step.SETTINGS, strict=True)
+    },
+    "own model": lambda pools: test_own_model.test_own_model_matches_serial(
+        Cuboid(1, 2, 2), Schedule(parts=2), True, ""
+    ),
+    "encoder": partial(test_blocks.test_encoder_loss_and_gradients_match_serial, Cuboid(1, 2, 1, data=2), 2, 7),
+    "sums of bf16": test_precision.test_gathered_adds_up_bf16_gradients_of_many_sub_batches,
+    "sums over ranks of bf16": test_precision.test_reduce_scatter_of_bf16_sums_in_fp32,
+    "fp16": partial(
+        test_precision.test_head_gradient_of_fp16_is_finite_and_close_for_frequent_word, Cuboid(1, 2, 1), True
+    ),
+    **{
+        f"counts of {test_cost.id_of(case)}": partial(
+            alone, partial(test_cost.test_step_cost_matches_every_measured_count, case)
+        )
+        for case in COSTS
+    },
+}
 
 
 @contextmanager
-def keys_of_others() -> Iterator[None]:
-    """Key heads picked for the queries of another z-rank."""
-    few_heads = CuboidParallel._few_heads
+def fresh_pools() -> Iterator[Pools]:
+    """Of ranks forked now, with what is broken."""
+    pools: dict[int, ReusedPool] = {}
 
-    def wrong_heads(self: CuboidParallel, k: Tensor, v: Tensor) -> Steps:
-        mine = self.mesh.z
-        self.mesh.z = replace(mine, index=mine.size - 1 - mine.index)
-        found = yield from few_heads(self, k, v)
-        self.mesh.z = mine
-        return found
+    def of(ranks: int) -> Pool:
+        if ranks not in pools or pools[ranks].closed:
+            pools[ranks] = ReusedPool(ranks, timeout=TIMEOUT)
+        return pools[ranks]
 
-    with patch.object(CuboidParallel, "_few_heads", wrong_heads):
-        yield
-
-
-def bias_of_others() -> AbstractContextManager[Any]:
-    """Every z-rank adds the first block of the bias to its heads."""
-    bias_of = product.bias_of
-
-    def first(out: Out, call: product.Product, values: Any) -> Tensor | None:
-        return bias_of(out, replace(call, k=replace(call.k, index=0)), values)
-
-    return patch.object(product, "bias_of", first)
+    try:
+        yield of
+    finally:
+        for pool in pools.values():
+            pool.close(kill=True)
 
 
-def second_use_lost() -> AbstractContextManager[Any]:
-    """A weight used twice keeps one gradient of the two."""
-    reduce = Bucket.reduce
-
-    def once(self: Bucket, gradients: Sequence[Tensor | None]) -> None:
-        if not self._reducing:
-            reduce(self, gradients)
-
-    return patch.object(Bucket, "reduce", once)
-
-
-Mutant = Callable[[], AbstractContextManager[Any]]
+def noticed_by(broken: AbstractContextManager[Any]) -> str:
+    """The first check that fails; "" where none does."""
+    with broken, fresh_pools() as pools:
+        for name, check in CHECKS.items():
+            try:
+                check(pools)
+            except Exception as error:  # whatever it is, somebody would look
+                return f"{name}: {type(error).__name__}"
+    return ""
 
 
-def compare_mutant(world: World, mutant: Mutant, case: Case) -> dict[str, float]:
-    with mutant():
+@cache
+def state_of_sources() -> str:
+    root, found = Path(__file__).parents[1], blake2b(digest_size=8)
+    for path in sorted([*root.glob("src/**/*.py"), *root.glob("tests/*.py")]):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def remembered(config: pytest.Config, what: str, find: Callable[[], str]) -> str:
+    """What was found, or will be, unless the sources change."""
+    key = "cuboid/mutants/" + re.sub(r"\W+", "_", what)
+    assert config.cache is not None
+    state, found = config.cache.get(key, ("", ""))
+    if state != state_of_sources():
+        found = find()
+        config.cache.set(key, (state_of_sources(), found))
+    return found
+
+
+def test_core_checks_pass_where_nothing_is_broken() -> None:
+    assert noticed_by(nullcontext()) == ""
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.what for mutant in MUTANTS])
+def test_core_checks_notice_injected_bug(mutant: Mutant, pytestconfig: pytest.Config) -> None:
+    assert remembered(pytestconfig, mutant.what, lambda: noticed_by(edited(mutant)))
+
+
+# How parameters lie
+
+SPEC_MUTANTS: dict[str, tuple[str, Any]] = {
+    "weights cut by x, then y, but gathered as if by y, then x": ("into.weight", ((("x", "y"), ("z",)), ())),
+    "the same in the embedding": ("table", ((("x", "y"), ("z",)), ())),
+    "every y-rank keeps the norm's gradient of its own tokens": ("norm", ((("z", "x"),), ())),
+    "every z-rank keeps the gradient of its own heads": ("head_norm", (((),), ("x", "y"))),
+}
+
+
+def misplaced(what: str) -> AbstractContextManager[Any]:
+    role, spec = SPEC_MUTANTS[what]
+    return patch.dict(SPECS, {role: spec})
+
+
+@pytest.mark.parametrize("what", SPEC_MUTANTS)
+def test_core_checks_notice_misplaced_parameters(what: str, pytestconfig: pytest.Config) -> None:
+    assert remembered(pytestconfig, what, lambda: noticed_by(misplaced(what)))
+
+
+def compare_misplaced(world: World, what: str, case: Case) -> dict[str, float]:
+    with misplaced(what):
         return compare(world, case)
 
 
-def seen(mutant: Mutant, config: ModelConfig, cuboid: Cuboid, pool: Callable[[int], Pool]) -> bool:
-    """Whether the comparison notices: by a difference, or because ranks cannot even agree."""
-    try:
-        errors = pool(cuboid.ranks).run(compare_mutant, mutant, Case(config, cuboid, batch=4, seq=12))[0]
-    except (ValueError, RankError):
-        return True
-    return bool(wrong(errors, 1e-6))
-
-
-def name_of(value: Any) -> str:
-    return getattr(value, "__name__", None) or getattr(value, "family", None) or ",".join(map(str, value))
+INTERLEAVED, _, NORM_NOT_SUMMED, _ = SPEC_MUTANTS
 
 
 @pytest.mark.parametrize(
-    ("mutant", "config", "grid"),
+    ("what", "grid"),
     [
-        (interleaved, GPT2, (2, 2, 1)),
-        (interleaved, LLAMA, (2, 2, 2)),
-        (table_interleaved, GPT2, (2, 2, 1)),
-        (norm_not_summed, GPT2, (2, 2, 1)),
-        (norm_not_summed, LLAMA, (1, 2, 2)),
-        (head_norm_not_summed, LLAMA.replace(qk_norm=True), (1, 2, 2)),
-        (replicas_not_summed, LLAMA, (1, 2, 2)),
-        (replicas_not_summed, GPT2, (2, 1, 1, 2)),
-        (axes_swapped, GPT2, (1, 2, 2)),
-        (axes_swapped, LLAMA, (2, 2, 2)),
-        (heads_out_of_order, GPT2, (1, 2, 2)),
-        (heads_out_of_order, LLAMA, (2, 1, 2)),
-        (keys_of_others, LLAMA, (1, 1, 4)),
-        (keys_of_others, LLAMA.replace(kv_heads=3), (1, 2, 2)),
-        (bias_of_others, GPT2, (1, 2, 2)),
-        (second_use_lost, GPT2, (2, 2, 1)),
-        (second_use_lost, LLAMA.replace(tied=True), (1, 2, 2)),
+        *((INTERLEAVED, grid) for grid in ((4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2))),
+        (NORM_NOT_SUMMED, (2, 1, 2)),  # nothing is replicated but over y
     ],
-    ids=name_of,
 )
-def test_sharded_compare_detects_injected_bug(
-    mutant: Mutant, config: ModelConfig, grid: tuple[int, ...], pool: Callable[[int], Pool]
-) -> None:
-    assert seen(mutant, config, Cuboid(*grid), pool)
-
-
-@pytest.mark.parametrize("grid", [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2)], ids=name_of)
-def test_sharded_compare_needs_x_and_y_split_to_see_interleaving(
-    grid: tuple[int, ...], pool: Callable[[int], Pool]
-) -> None:
-    assert not seen(interleaved, GPT2, Cuboid(*grid), pool)
-
-
-@pytest.mark.parametrize(
-    ("mutant", "config", "grid"),
-    [
-        (norm_not_summed, GPT2, (2, 1, 2)),  # nothing is replicated but over y
-        (replicas_not_summed, GPT2, (4, 1, 1)),
-        (heads_out_of_order, GPT2, (2, 2, 1)),  # one block of heads
-        (bias_of_others, GPT2, (2, 2, 1)),
-        (second_use_lost, GPT2.replace(tied=False), (2, 2, 1)),
-    ],
-    ids=name_of,
-)
-def test_sharded_compare_passes_where_bug_has_no_effect(
-    mutant: Mutant, config: ModelConfig, grid: tuple[int, ...], pool: Callable[[int], Pool]
-) -> None:
+def test_sharded_compare_passes_where_bug_has_no_effect(what: str, grid: tuple[int, ...], pool: Pools) -> None:
     """The mutants break what they say they break, and nothing else."""
-    assert not seen(mutant, config, Cuboid(*grid), pool)
+    case = Case(GPT2, Cuboid(*grid), 4, 12)
+    assert not wrong(pool(case.cuboid.ranks).run(compare_misplaced, what, case)[0], 1e-6)

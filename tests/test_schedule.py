@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from shutil import which
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from sharded import EXACT, Case, compare
 from silent import ends, silently
 from torch import Tensor
 
-from cuboid.comm.flight import Pause, Steps
+from cuboid.comm.flight import Flight, Pause, Steps
 from cuboid.layers import product
 from cuboid.layers.product import Product
 from cuboid.mesh.cuboid import Cuboid
@@ -26,7 +27,8 @@ from cuboid.model.cuboid import CuboidParallel, suitable_schedule
 from cuboid.model.transformer import Transformer
 from cuboid.plan.measure import Memory
 from cuboid.run.launch import Pool, World
-from cuboid.step.schedule import OFF, PREFETCH, Schedule, in_step
+from cuboid.step.runner import At
+from cuboid.step.schedule import OFF, PREFETCH, Schedule, Task, interleave, parse
 
 Pools = Callable[[int], Pool]
 PARTS, CHUNKS = Schedule(parts=4), Schedule(chunks=2)
@@ -105,13 +107,13 @@ def test_schedule_sets_collective_launch_order(pool: Pools) -> None:
 def backward_of(world: World) -> list[str]:
     """What a step's backward gathers again and when it makes the gradient of a weight, products numbered as forward
     comes to them."""
-    numbers: dict[int, int] = {}
+    numbers: dict[Product, int] = {}
     events: list[str] = []
-    gather_X, weight_gradient = Product.gather_X, product.weight_gradient
+    gather_X, weight_gradient = Product.gather, product.weight_gradient
 
-    def gather(call: Product, X_s: Tensor) -> None:
-        events.append(f"X{numbers.setdefault(id(call), len(numbers))}")
-        gather_X(call, X_s)
+    def gather(self: Product, X_s: Tensor, chunks: int) -> list[Flight]:
+        events.append(f"X{numbers.setdefault(self, len(numbers))}")
+        return gather_X(self, X_s, chunks)
 
     def gradient(*args: Any) -> None:
         events.append("dW")
@@ -119,13 +121,10 @@ def backward_of(world: World) -> list[str]:
 
     model = Transformer(CuboidParallel(MODEL.replace(layers=2, dropout=0.0), Mesh(Cuboid(), alone=True)))
     place = model.parallel.place(8, 12)
-    Product.gather_X, product.weight_gradient = gather, gradient  # type: ignore[method-assign]
-    try:
+    with patch.object(Product, "gather", gather), patch.object(product, "weight_gradient", gradient):
         loss = model(*(place.take(whole, 0) for whole in batch()), place)
         events.clear()
         loss.backward()
-    finally:
-        Product.gather_X, product.weight_gradient = gather_X, weight_gradient  # type: ignore[method-assign]
     return events
 
 
@@ -135,7 +134,30 @@ def test_product_backward_gathers_next_input_early(pool: Pools) -> None:
     assert events == ["X7", *[each for i in reversed(range(7)) for each in (f"X{i}", "dW")], "dW"]
 
 
-def test_in_step_launches_all_sub_batches_before_waiting() -> None:
+def gradients_by_move(world: World) -> list[tuple[str, int]]:
+    """How many weights' gradients are made in each move of a step."""
+    made: dict[str, int] = {}
+    weight_gradient = product.weight_gradient
+
+    def gradient(*args: Any) -> None:
+        made[list(made)[-1]] += 1
+        weight_gradient(*args)
+
+    model = Transformer(CuboidParallel(MODEL.replace(layers=2, dropout=0.0), Mesh(Cuboid(), alone=True)))
+    place = model.parallel.place(8, 12)
+    tokens, targets = (place.take(whole, 0) for whole in batch())
+    model.runner.told = lambda moves: made.update({"+".join(f"{kind}{i}" for kind, i in moves): 0})
+    with patch.object(product, "weight_gradient", gradient):
+        model.play([(tokens, At(place, targets))] * 2, parse("F0 F1+B0 W0 B1 W1"))
+    return list(made.items())
+
+
+def test_product_makes_late_gradients_when_settled(pool: Pools) -> None:
+    (made,) = pool(1).run(gradients_by_move)
+    assert made == [("F0", 0), ("F1+B0", 0), ("W0", 8), ("B1", 0), ("W1", 8)]
+
+
+def test_interleave_launches_all_sub_batches_before_waiting() -> None:
     """As the embedding's do: all are launched before the first is awaited."""
     order: list[str] = []
 
@@ -144,8 +166,40 @@ def test_in_step_launches_all_sub_batches_before_waiting() -> None:
         yield Pause(sent=1)
         order.append(f"{name} awaited")
 
-    in_step([sends(name) for name in "abc"])
+    interleave([Task([sends(name) for name in "abc"], list)])
     assert order == [f"{name} {done}" for done in ("launched", "awaited") for name in "abc"]
+
+
+def launched_beside(world: World, beside: bool) -> list[tuple[str, str, str]]:
+    """The moves that are under way at each launch of a step of two micro-batches, its axis and kind."""
+    mesh = Mesh(Cuboid(2, 2, 1), world.rank)
+    model = Transformer(CuboidParallel(MODEL.replace(layers=1), mesh, schedule=Schedule(beside=beside)), seed=2)
+    place, now, found = model.parallel.place(8, 12), [""], list[tuple[str, str, str]]()
+    tokens, targets = (place.take(whole, 0) for whole in batch())
+    model.runner.told = lambda moves: now.append("+".join(f"{kind}{i}" for kind, i in moves))
+    launched = mesh.ledger.launched
+
+    def launch(axis: str, kind: str, size: int) -> Any:
+        found.append((now[-1], axis, kind))
+        return launched(axis, kind, size)
+
+    with patch.object(mesh.ledger, "launched", launch):
+        model.play([(tokens, At(place, targets))] * 2)
+    mesh.close()
+    return found
+
+
+def test_schedule_beside_interleaves_forward_with_backward(pool: Pools) -> None:
+    """The same collectives as one after another; those of the second forward between those of the first backward."""
+    turns, sides = (pool(4).run(launched_beside, beside)[0] for beside in (False, True))
+    assert sorted(each[1:] for each in turns) == sorted(each[1:] for each in sides)
+    assert list(dict.fromkeys(move for move, *_ in sides)) == ["F0", "F1+B0", "B1"]
+    apart = [each[1:] for move in ("F1", "B0") for each in turns if each[0] == move]
+    joint = [each[1:] for each in sides if each[0] == "F1+B0"]
+    assert sorted(joint) == sorted(apart)
+    assert joint != apart
+    first = [each[1:] for each in turns if each[0] == "B0"]
+    assert joint[: len(first)] != first  # nor one after the other the other way round
 
 
 def test_schedule_without_overlap_waits_at_each_launch(pool: Pools) -> None:
@@ -203,8 +257,8 @@ def test_schedule_prefetch_memory_is_at_most_two_layers() -> None:
 
 
 def late(world: World, shape: Cuboid, steps: int) -> list[float]:
-    """Steps of two tiny models in turn, the batch of one in parts, on one host, products of the other in chunks, each
-    rank a host, whose ranks are late at random before a collective; and both losses."""
+    """Steps of two tiny models in turn, whose ranks are late at random before a collective: two micro-batches beside
+    each other in sub-batches, on one host; and linears in chunks, each rank a host. Both losses."""
     dice, names = random.Random(world.rank), ("all_gather_single", "all_to_all_single", "all_reduce")
     before = {name: getattr(dist, name) for name in names}
 
@@ -217,7 +271,7 @@ def late(world: World, shape: Cuboid, steps: int) -> list[float]:
         return call
 
     meshes = [Mesh(shape, world.rank), Mesh(shape, world.rank, per_host=1)]
-    config, schedules = MODEL.replace(layers=2), (Schedule(parts=2), Schedule(chunks=2))
+    config, schedules = MODEL.replace(layers=2), (Schedule(parts=2, beside=True), Schedule(chunks=2))
     models = [
         Transformer(CuboidParallel(config, mesh, schedule=schedule), seed=2)
         for mesh, schedule in zip(meshes, schedules, strict=True)
@@ -231,9 +285,8 @@ def late(world: World, shape: Cuboid, steps: int) -> list[float]:
         for step in range(steps):
             model = models[step % 2]
             model.zero_grad()
-            loss = model(tokens, targets, place)
-            loss.backward()
-            losses[step % 2] = loss.item()
+            batches = [(tokens, At(place, targets))] * 2
+            losses[step % 2] = model.play(batches)[1].item()
     finally:
         for name in names:
             setattr(dist, name, before[name])

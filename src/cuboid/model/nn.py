@@ -222,10 +222,22 @@ class Model(nn.Module):
         self.runner = self.runner_of(stages)
 
     def _check(self, stages: Sequence[Stage]) -> None:
+        if not stages:
+            raise ValueError(f"{type(self).__name__} lists no stages; a model has at least one, which gives the loss")
         fit([stage.name for stage in stages], [stage.layer for stage in stages])
         if stages[-1].layer.gives != "loss":
             raise ValueError(f"the last stage, {stages[-1].name}, gives no loss; end with head_loss or own_loss")
-        in_stages = {p for stage in stages for module in stage.needs for _, p, _ in declared(module)}
+        in_stages: dict[nn.Parameter, tuple[Stage, Any]] = {}
+        for stage in stages:
+            for module in stage.needs:
+                for _, parameter, _ in declared(module):
+                    other, owner = in_stages.setdefault(parameter, (stage, module))
+                    if owner is not module:
+                        name = next(name for name, each, _ in declared(self) if each is parameter)
+                        raise ValueError(
+                            f"{name} is in two modules that stages {other.name} and {stage.name} name; name the outer "
+                            "module in both"
+                        )
         missing = [name for name, parameter, _ in declared(self) if parameter not in in_stages]
         if missing:
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -31,7 +31,8 @@ from cuboid.step.weights import Bucket, Gathered, Landing, Sums
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A layer, and the modules whose weights it needs, itself unless told: in forward and, if `again`, in backward too.
+    """A layer, and the modules whose weights it needs, itself unless told (none if it is no module): in forward and, if
+    `again`, in backward too.
     The weights of a module travel together, and are unsharded while the stage runs."""
 
     name: str
@@ -41,7 +42,7 @@ class Stage:
 
     @property
     def needs(self) -> Sequence[Any]:
-        return self.modules or (self.layer,)
+        return self.modules or ((self.layer,) if isinstance(self.layer, nn.Module) else ())
 
 
 @dataclass(frozen=True)
@@ -262,6 +263,12 @@ class Runner:
     def play(self, batches: Sequence[tuple[Tensor, At]], order: Order, scale: float = 1.0) -> list[Tensor]:
         """Forward and backward of several micro-batches in an order; their losses. The gradient of `scale` times the
         mean of the losses is added to the parameters' as `backward()` would."""
+        named = sorted({move.batch for moves in order for move in moves})
+        if not named or named != list(range(len(batches))):
+            raise ValueError(
+                f"the order is of micro-batches {named}, but there are {len(batches)} micro-batches; it must name each "
+                "of them, from 0 on"
+            )
         late = any(move.kind == "W" for moves in order for move in moves)
         sums = self.sums(len(batches))
         dloss = torch.tensor(scale / len(batches), dtype=torch.float64, device=self.parameters[0].device)
@@ -284,8 +291,9 @@ class Runner:
                     left[i] = found[1]
         gradients = sums.finish()
         mine = [p for p in self.parameters if p in gradients]
-        with torch.enable_grad():
-            _Gradients.apply([gradients.pop(p) for p in mine], *mine).backward()
+        if mine:  # else all parameters are frozen
+            with torch.enable_grad():
+                _Gradients.apply([gradients.pop(p) for p in mine], *mine).backward()
         return [losses[i] for i in range(len(batches))]
 
     def __call__(self, X: Tensor, at: At) -> Tensor:

@@ -77,22 +77,24 @@ def beside(count: int) -> Order:
 
 
 def parse(text: str) -> Order:
-    """An order as a person writes it. Raises where a micro-batch is run backward before it is run forward, twice, or
-    not at all."""
-    order = [[Move(each[:1], int(each[1:] or -1)) for each in moves.split("+")] for moves in text.split()]
+    """An order as a person writes it, of micro-batches 0, 1, …. Raises where one is run backward before it is run
+    forward, twice, or not at all."""
+    order: list[list[Move]] = []
     done: set[Move] = set()
-    for moves in order:
-        for move in moves:
-            needed = {"F": None, "B": Move("F", move.batch), "W": Move("B", move.batch)}
-            if move.kind not in needed or move in done or (needed[move.kind] or move) not in done | {move}:
+    for moves in text.split():
+        order.append([])
+        for each in moves.split("+"):
+            move = Move(each[:1], int(each[1:]) if each[1:].isdecimal() else -1)
+            needed = {"F": move, "B": Move("F", move.batch), "W": Move("B", move.batch)}.get(move.kind)
+            if move.batch < 0 or needed not in done | {move} or move in done.union(order[-1]):
                 raise ValueError(
-                    f"order {text!r}: {move.kind}{move.batch} cannot run there; each micro-batch has one F, then one B "
-                    "and, in an order with weight gradients, one W, such as 'F0 F1+B0 W0 B1 W1'"
+                    f"order {text!r}: {each} cannot run there; each micro-batch has one F, then one B and, in an order "
+                    "with weight gradients, one W, such as 'F0 F1+B0 W0 B1 W1'"
                 )
-        done |= set(moves)
-    batches = {move.batch for move in done}
-    kinds = "FBW" if any(move.kind == "W" for move in done) else "FB"
-    missing = sorted(f"{kind}{i}" for i in batches for kind in kinds if Move(kind, i) not in done)
+            order[-1].append(move)
+        done.update(order[-1])
+    count, kinds = len({move.batch for move in done}), "FBW" if any(move.kind == "W" for move in done) else "FB"
+    missing = [f"{kind}{i}" for i in range(max(count, 1)) for kind in kinds if Move(kind, i) not in done]
     if missing:
         raise ValueError(f"order {text!r} lacks {', '.join(missing)}; every micro-batch needs one of each of {kinds}")
     return order

@@ -182,7 +182,11 @@ class Gathered:
         self.shrunk = 1.0  # what gradients made in forward were multiplied by, so that they fit in fp16
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
-        return self._by_id[id(parameter)]
+        try:
+            return self._by_id[id(parameter)]
+        except KeyError:
+            self._bucket(parameter)  # which says why, unless it was released
+            raise
 
     def lasting(self, parameter: nn.Parameter) -> Tensor:
         """A weight that may be kept: it does not hold on to what was gathered with it."""
@@ -195,7 +199,13 @@ class Gathered:
         self._by_id.clear()
 
     def _bucket(self, parameter: nn.Parameter) -> Bucket:
-        return next(bucket for bucket in self._buckets if id(parameter) in bucket.index)
+        for bucket in self._buckets:
+            if id(parameter) in bucket.index:
+                return bucket
+        raise ValueError(
+            f"a layer needs a parameter of {parameter.numel()} elements, of no module that its stage names; name the "
+            "module in the stage"
+        )
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Of the unsharded weight, released or not."""

@@ -1,0 +1,250 @@
+"""Breakages of the core, each an edit of one function: what others shipped, and what a change could slip in."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from textwrap import dedent
+from typing import Any, NamedTuple
+
+OP, RUNNER, WEIGHTS, SCHEDULE = (f"cuboid.step.{name}" for name in ("op", "runner", "weights", "schedule"))
+PRODUCT, EMBEDDING, HEAD, LOSS, NORM, ATTEND, ATTENTION = (
+    f"cuboid.layers.{name}" for name in ("product", "embedding", "head", "loss", "norm", "attend", "attention")
+)
+CUBOID, BASE, GLOO = "cuboid.model.cuboid", "cuboid.comm.transport.base", "cuboid.comm.transport.gloo"
+
+
+class Mutant(NamedTuple):
+    what: str
+    module: str
+    function: str
+    old: str
+    new: str
+
+
+def function_of(mutant: Mutant) -> Any:
+    found: Any = import_module(mutant.module)
+    for name in mutant.function.split("."):
+        found = inspect.getattr_static(found, name)
+    return inspect.unwrap(getattr(found, "__func__", found))
+
+
+@contextmanager
+def edited(mutant: Mutant) -> Iterator[None]:
+    """The function with one piece of its text replaced, for all who hold it. Ranks forked inside have it too."""
+    function = function_of(mutant)
+    source = dedent(inspect.getsource(function))
+    assert source.count(mutant.old) == 1, f"{mutant.function} has {mutant.old!r} {source.count(mutant.old)} times"
+    found: dict[str, Any] = {}
+    exec(source.replace(mutant.old, mutant.new), vars(import_module(mutant.module)), found)
+    (made,) = found.values()
+    before, function.__code__ = function.__code__, inspect.unwrap(getattr(made, "__func__", made)).__code__
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+#: Noticed by values, launches, memory or messages, whichever comes first.
+MUTANTS = [
+    # the product
+    Mutant("dX of one linear replaces the others'", PRODUCT, "Product.run", "add=i > 0", "add=False"),
+    Mutant("a bias of another block", PRODUCT, "Product.bias", "self.k.index if", "0 if"),
+    Mutant(
+        "X gathered again from the wrong shard",
+        PRODUCT,
+        "Product.__call__",
+        "partial(self.gather, X_s, chunks)",
+        "partial(self.gather, X_s.flip(1), chunks)",
+    ),
+    Mutant("blocks of heads out of order", PRODUCT, "tiles", "Ys[j], Xs[i], tile", "Ys[j], Xs[-1 - i], tile"),
+    Mutant(
+        "the gradient of one sub-batch or chunk alone",
+        PRODUCT,
+        "Product.weight_gradients",
+        "*w.gradient(weights)",
+        "w.gradient(weights)[0], False",
+    ),
+    Mutant(
+        "chunks joined one behind another",
+        PRODUCT,
+        "join",
+        "torch.cat([chunk.unflatten(0, (parts, -1)) for chunk in chunks], 1).flatten(0, 1)",
+        "torch.cat(list(chunks))",
+    ),
+    Mutant("a bias's gradient of the last sub-batch", PRODUCT, "add_up", "db += dY", "db[:] = dY"),
+    Mutant("X not gathered early", PRODUCT, "Product.run", "    before()\n", "    pass\n"),
+    Mutant("X gathered again behind dX", PRODUCT, "Product.run", "    again.launch()\n", "    pass\n"),
+    Mutant(
+        "chunks of dY out of order",
+        PRODUCT,
+        "Product.run",
+        "again.take(), dY_mn, w",
+        "again.take(), dY_mn[::-1], w",
+    ),
+    Mutant("frozen linears take others' columns", PRODUCT, "_trained", "zip(group, parts", "zip(group, parts[::-1]"),
+    Mutant("retained X gathered again", PRODUCT, "Product.__call__", "Again(None, kept) if", "Again(regather, []) if"),
+    Mutant("chunks that do not divide", PRODUCT, "chunk_count", "lcm(y, z)", "max(y, z)"),
+    # weights
+    Mutant(
+        "a short shard padded in front",
+        WEIGHTS,
+        "Bucket._by_rank",
+        "torch.cat((gradient, gradient.new_zeros(rows - len(gradient), *gradient.shape[1:])))",
+        "torch.cat((gradient.new_zeros(rows - len(gradient), *gradient.shape[1:]), gradient))",
+    ),
+    Mutant("rows cut off by one", WEIGHTS, "Bucket.gather", ")[:rows]", ").roll(1, 0)[:rows]"),
+    Mutant(
+        "stale weights",
+        WEIGHTS,
+        "Bucket._packed",
+        "return joined(parts).to(self.dtype) if parts else None",
+        "return self.__dict__.setdefault('old', joined(parts).to(self.dtype).clone() if parts else None)",
+    ),
+    Mutant("gradients of a second use dropped", WEIGHTS, "Sums.put", "before.add_(gradient)", "before"),
+    Mutant("a small gradient doubled", WEIGHTS, "Gathered.add", "before + gradient", "before + 2 * gradient"),
+    Mutant("frozen parameters get a gradient", WEIGHTS, "Gathered.add", "parameter.requires_grad", "True"),
+    Mutant(
+        "the sum over replicas forgotten for one micro-batch",
+        WEIGHTS,
+        "Sums._sum_replicas",
+        "self._left[bucket] == 0",
+        "self._left[bucket] <= 1",
+    ),
+    Mutant("replicas not summed", WEIGHTS, "Sums._sum_replicas", "bucket.mesh.data", "bucket.mesh.x"),
+    Mutant("no sum over y", WEIGHTS, "Sums.finish", "(mesh.x, mesh.y, mesh.z)", "(mesh.x, mesh.z)"),
+    Mutant("sub-batches added up in bf16", WEIGHTS, "Gathered.gradient", "wide or self._uses > 1", "wide"),
+    Mutant(
+        "a weight kept by what autograd saves",
+        WEIGHTS,
+        "Gathered.lasting",
+        "self[parameter].clone()",
+        "self[parameter]",
+    ),
+    Mutant(
+        "all gradients in flight at a time", WEIGHTS, "Sums.add", "(MOST_IN_FLIGHT if bucket.gathers else 0)", "1000"
+    ),
+    Mutant(
+        "messages packed in another order",
+        WEIGHTS,
+        "Bucket._unpacked",
+        "by_weight(flat[start:end].view(x, -1), lengths)",
+        "by_weight(flat[start:end].view(x, -1), lengths)[::-1]",
+    ),
+    Mutant("late gradients made early", WEIGHTS, "Gathered.make", "if self._late else work()", "if False else work()"),
+    # the runner
+    Mutant(
+        "targets of another sub-batch",
+        RUNNER,
+        "At.split",
+        "self.targets.chunk(len(places), 1)",
+        "self.targets.chunk(len(places), 1)[::-1]",
+    ),
+    Mutant("a weight released early", RUNNER, "_Shelf.leave", "if self._left[i]:", "if self._left[i] > 1:"),
+    Mutant(
+        "weights never released", RUNNER, "_Shelf.leave", "gathered = self._held.pop(i)", "gathered = self._held[i]"
+    ),
+    Mutant(
+        "the kept weights of another stage",
+        RUNNER,
+        "Runner._through",
+        "zip(self._of[stage], gathered.weights, strict=True)",
+        "zip(self._of[stage], [[x.roll(1, 0) for x in each] for each in gathered.weights], strict=True)",
+    ),
+    Mutant(
+        "the loss not summed over replicas", RUNNER, "Runner.forward", "in self.sums_over", "in self.sums_over[:-1]"
+    ),
+    Mutant("gradients shrunk and not restored", RUNNER, "Runner.backward", "scale / shrunk", "scale"),
+    Mutant("dX of sub-batches out of order", RUNNER, "_Step.backward", "torch.cat(dXs, 1)", "torch.cat(dXs[::-1], 1)"),
+    Mutant("the stage after the next prefetched", RUNNER, "_Shelf.take", "self._launch(i + 1)", "self._launch(i + 2)"),
+    Mutant("no prefetch", RUNNER, "_Shelf.take", "self._ahead and len", "False and len"),
+    Mutant("losses summed, not averaged", RUNNER, "Runner.play", "scale / len(batches)", "scale"),
+    Mutant("weight gradients never made", RUNNER, "Runner.play", "self.settle(left.pop(i), sums)", "left.pop(i)"),
+    Mutant("one micro-batch counted", RUNNER, "Runner.sums", "passes * uses", "uses"),
+    Mutant(
+        "early gradients used twice",
+        RUNNER,
+        "Runner.backward",
+        "    passed.early.clear()\n",
+        "    sums.put(*passed.early[0][:1], passed.early[0].land()) if passed.early else None\n",
+    ),
+    Mutant("double backward runs", RUNNER, "_Step.backward", "ctx.passed, None", "ctx.passed, ctx.passed"),
+    # operations
+    Mutant("a sign of the residual", OP, "Residual._run", "dX + dY", "dX - dY"),
+    Mutant("one branch's gradient alone", OP, "Fork._run", "else total + dX", "else total"),
+    Mutant(
+        "recomputed without dropout", OP, "Recomputed._run", "w, at)\n", "w, type(at)(at.place, at.targets, at.loss))\n"
+    ),
+    Mutant(
+        "keys for values",
+        OP,
+        "Some._together",
+        "zip(self.which, mine, strict=True)",
+        "zip(self.which, mine[::-1], strict=True)",
+    ),
+    Mutant("turns by a rank's own sizes", OP, "Moved.__call__", "tokens * self.width * X.element_size()", "X.nbytes"),
+    # embedding, head, loss, norm
+    Mutant("a row of another's block", EMBEDDING, "_own", "local < rows", "local <= rows"),
+    Mutant("a table's gradient not begun at zero", EMBEDDING, "_add_rows", "if not add:", "if False:"),
+    Mutant("targets of another z", HEAD, "HeadLoss._rows", "[mesh.z.index]", "[0]"),
+    Mutant("the head's gradient begun anew", HEAD, "HeadLoss.__call__", "dW if found else dW.zero_()", "dW.zero_()"),
+    Mutant(
+        "classes cut off by one",
+        HEAD,
+        "HeadLoss._rows",
+        "cut(self.vocab, mesh.y.size, mesh.y.index)",
+        "(self.vocab // mesh.y.size * mesh.y.index, 0)",
+    ),
+    Mutant("fp16 sums that overflow", HEAD, "shrinkage", "if dtype == torch.float16 else 1.0", "if False else 1.0"),
+    Mutant("parts of a row not on one scale", LOSS, "Loss.merge", "(exps * (tops - top).exp())", "exps"),
+    Mutant("moments merged with a wrong weight", NORM, "merge", "* (n // len(parts))", "* n"),
+    Mutant("a sign of the norm", NORM, "gradient", "value=-1", "value=1"),
+    Mutant(
+        "a norm's sums of a part taken for the whole",
+        NORM,
+        "Normalise.__call__",
+        "all_reduce(sums, self.z)",
+        "all_reduce(sums * self.z.size, self.z)",
+    ),
+    # attention
+    Mutant(
+        "key heads of another rank",
+        ATTEND,
+        "Attend._pick",
+        "(y.index * z.size + z.index) * mine",
+        "(y.index + z.index * y.size) * mine",
+    ),
+    Mutant(
+        "a mask of another key", ATTEND, "Attend._pieces", "(context.index + 1) * piece", "(context.index + 2) * piece"
+    ),
+    Mutant("pieces of a sequence out of order", ATTEND, "in_order", "*pieces[::-2]", "*pieces[1::2]"),
+    Mutant("padding attended to", ATTENTION, "attend_both_ways", "k[:tokens], v[:tokens]", "k, v"),
+    # where tensors lie
+    Mutant(
+        "rotated by local positions",
+        CUBOID,
+        "CuboidParallel.place",
+        "rotation(self.config, positions)",
+        "rotation(self.config, positions - positions[0])",
+    ),
+    Mutant(
+        "sequences dealt from one end",
+        CUBOID,
+        "dealt",
+        "pieces[index], pieces[-1 - index]",
+        "pieces[2 * index], pieces[2 * index + 1]",
+    ),
+    Mutant(
+        "the way out of attention plays y for z",
+        CUBOID,
+        "CuboidParallel.out_of",
+        "Product(outs, self.mesh.y, self.mesh.z",
+        "Product(outs, *((self.mesh.z, self.mesh.y) if heads else (self.mesh.y, self.mesh.z))",
+    ),
+    # turns
+    Mutant("sub-batches run away from each other", SCHEDULE, "interleave", "last[r.task] + MOST_AHEAD", "1000"),
+    Mutant("one sub-batch after another", SCHEDULE, "interleave", "-going[at].done, at", "at"),
+    # messages
+    Mutant("another's part of a sum for one's own", BASE, "Transport._exchange", "(first, row)", "(second, row)"),
+    Mutant("sums of low precision", BASE, "Transport.reduce_scatter", "torch.float32", "torch.bfloat16"),
+]
