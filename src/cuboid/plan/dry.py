@@ -57,7 +57,7 @@ class Comparison:
         return abs(self.planned / self.counted - 1) <= NEAR
 
 
-class _Held:
+class _HeldWork:
     """A collective that keeps its tensors until it is awaited, as those of gloo and NCCL do."""
 
     def __init__(self, launch: Callable[..., dist.Work], *tensors: Any, **options: Any) -> None:
@@ -94,7 +94,7 @@ def join_silent_world(rank: int, size: int, backend: str = "gloo") -> None:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     dist.get_backend = lambda group=None: dist.Backend(backend)
     for name in LAUNCHES:
-        setattr(dist, name, partial(_Held, getattr(dist, name)))
+        setattr(dist, name, partial(_HeldWork, getattr(dist, name)))
 
 
 def _play(work: Work, cuboid: Cuboid, choice: Choice, rank: int, backend: str, answer: Connection) -> None:

@@ -29,7 +29,7 @@ from cuboid.step.weights import MOST_IN_FLIGHT
 
 
 @dataclass(frozen=True)
-class Memory:
+class Footprint:
     """Bytes at the fullest moment."""
 
     parameters: Array
@@ -43,9 +43,9 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array) -> Memory:
+def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array) -> Footprint:
     """`saved` is what a forward leaves for backward, all layers' and the head's."""
-    held = _Held(hw, work, sizes, choice, saved)
+    held = _Moments(hw, work, sizes, choice, saved)
     parameters = sizes.parameters * STORED
     earlier = parameters if work.micro_batches > 1 else np.zeros_like(parameters)
     found = [(np.maximum(gradients, earlier), *others) for gradients, *others in held.moments()] + [held.data()]
@@ -53,14 +53,14 @@ def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array)
     gradients, activations, buffers = (
         np.choose(which, [moment[i] for moment in found]).astype(np.int64) for i in range(3)
     )
-    return Memory(parameters, gradients, 2 * parameters, activations, buffers)
+    return Footprint(parameters, gradients, 2 * parameters, activations, buffers)
 
 
 #: Gradients, activations, buffers.
 Moment = tuple[Array, Array, Array]
 
 
-class _Held:
+class _Moments:
     def __init__(self, hw: Hardware, work: Work, s: Sizes, choice: Choice, saved: Array) -> None:
         self.c, self.s, self.choice, self.saved = work.config, s, choice, saved
         self.e, self.micro_batches = ITEMSIZE[work.precision], work.micro_batches
