@@ -83,6 +83,13 @@ class _Shelf:
         """Weights that are there already."""
         self._flying[i] = [partial(list, each) for each in weights]
 
+    def share(self, gathered: Gathered) -> None:
+        """Weights that later stages need too, a tied embedding say, are theirs as they are."""
+        found = dict(zip(gathered.buckets, gathered.weights, strict=True))
+        for i, stage in enumerate(self._stages):
+            if self._left[i] and i not in self._held and found.keys() >= set(stage.buckets):
+                self.put(i, [found[bucket] for bucket in stage.buckets])
+
     def _launch(self, i: int) -> None:
         if i < len(self._stages) and self._left[i] and i not in self._flying and i not in self._held:
             self._flying[i] = [bucket.gather() for bucket in self._stages[i].buckets] if self._needed[i] else ()
@@ -133,7 +140,7 @@ class Runner:
     """
 
     def __init__(self, stages: Sequence[Stage], mesh: Mesh, schedule: Schedule, retain: bool = False) -> None:
-        self.stages, self.mesh, self.schedule = stages, mesh, schedule
+        self.stages, self.mesh, self.schedule, self._retain = stages, mesh, schedule, retain
         self.buckets = list(dict.fromkeys(bucket for stage in stages for bucket in stage.buckets))
         self.parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self.between: Callable[[int], None] = lambda stage: None
@@ -179,6 +186,8 @@ class Runner:
             X, back = yield from steps
             backs.append(back)
             gathered = shelf.leave(i)
+            if gathered is not None and self._retain:
+                shelf.share(gathered)
             if gathered is not None and at.train:
                 passed.early += [_Early(bucket, land, gathered.shrunk) for bucket, land in gathered.reduce()]
                 if i in self._kept:

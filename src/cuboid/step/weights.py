@@ -170,7 +170,7 @@ class Gathered:
     """
 
     def __init__(self, buckets: Sequence[Bucket], weights: Sequence[list[Tensor]], uses: int, late: bool) -> None:
-        self._buckets, self.weights, self._uses, self._late = buckets, weights, uses, late
+        self.buckets, self.weights, self._uses, self._late = buckets, weights, uses, late
         self._by_parameter = {
             p: weight
             for bucket, each in zip(buckets, weights, strict=False)
@@ -194,7 +194,7 @@ class Gathered:
         self._by_parameter.clear()
 
     def _bucket(self, parameter: nn.Parameter) -> Bucket:
-        return next(bucket for bucket in self._buckets if parameter in bucket.index)
+        return next(bucket for bucket in self.buckets if parameter in bucket.index)
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Of the unsharded weight, released or not."""
@@ -231,7 +231,7 @@ class Gathered:
     def reduce(self) -> list[tuple[Bucket, Landing]]:
         """Launch the sums over x of all gradients there are."""
         found = []
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             mine: Gradients = [self._sums.pop(p, None) for p in bucket.parameters]
             if any(gradient is not None for gradient in mine):
                 rows = [shape[0] for shape in bucket.shapes]
