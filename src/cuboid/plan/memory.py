@@ -122,12 +122,11 @@ class _Moments:
     def head(self) -> Moment:
         s, parts, w = self.s, self.parts, self.s.head_weight
         last = self.gathered * (self.kept == 0) * self.choice.schedule.prefetch
-        held = self.kept * self.c.layers + last
+        held = self.kept * self.c.layers + last + self.behind(MOST_IN_FLIGHT)
         one, dW = self.narrow // parts, w.n * w.k * self.wide
         others = (parts - 1) * self.scattered(s.y, one)  # dX of other sub-batches, on its way
-        rows = 2 * one + (parts - 1) * one + others - (parts - 1) * one  # X and dX of this one
         weight = self.padded(w) * self.moved
-        inside = weight + dW + rows + self.chunk()
+        inside = weight + dW + 2 * one + others + self.chunk()  # X and dX of this one
         ending = weight + dW + parts * self.scattered(s.y, one)
         reduced = self.dX + np.maximum(weight + self.launched(w, dW), self.landing(w))
         return self.none(), self.saved - self.head_saved, held + np.maximum.reduce([inside, ending, reduced])
@@ -165,7 +164,14 @@ class _Moments:
         """The gradient of the head's weight times dloss; without a tied embedding's it is summed over replicas."""
         copies = np.where((self.s.data > 1) & (not self.c.tied) & (self.micro_batches == 1), 2, 1)
         held = np.where(self.kept > 0, self.kept * self.c.layers, self.gathered * self.choice.schedule.prefetch)
+        held = held + self.behind(MOST_IN_FLIGHT)
         return self.none(), self.saved, held + copies * self.s.head_weight.shard * STORED
+
+    def behind(self, count: int) -> Array:
+        """The last `count` sums over x of the micro-batch before, on their way until others follow them: the tables',
+        and the first layer's where there is one table."""
+        table, *positions = map(self.padded, self.s.tables)
+        return self.apart * (self.micro_batches > 1) * self.way * added([*positions, table, self.whole][:count])
 
     def none(self) -> Array:
         return np.zeros_like(self.saved)
@@ -182,7 +188,8 @@ class _Moments:
         """Weights on the way for the next layer, or kept for all that are left, and gradients of those before."""
         coming = self.coming * (j < self.c.layers) * self.choice.schedule.prefetch
         held = np.where(self.kept > 0, self.kept * (self.c.layers - j), coming)
-        return held + self.apart * min(j - 1, MOST_IN_FLIGHT) * self.way * self.whole
+        before = self.behind(1) if j == 1 else 0  # the last norm's are behind those of the table
+        return held + before + self.apart * min(j - 1, MOST_IN_FLIGHT) * self.way * self.whole
 
     def inside(self, j: int) -> Moment:
         gradients, activations = self.remaining(j)
