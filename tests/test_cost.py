@@ -15,7 +15,7 @@ from cuboid.model.cuboid import CuboidParallel, Policy
 from cuboid.model.transformer import Transformer
 from cuboid.plan.measure import Memory, count_flops
 from cuboid.run.launch import World
-from cuboid.step.schedule import Schedule
+from cuboid.step.schedule import OFF, Schedule
 from cuboid.verify import DTYPES, Case, batch_of, measure, verify
 
 GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=24, vocab=37, context=16, ffn=40, dropout=0.1)
@@ -93,6 +93,14 @@ def test_step_cost_matches_every_measured_count(case: Case) -> None:
     size = case.cuboid.ranks
     for found, predicted in silently(ends(size), size, counted, case):
         assert found == predicted
+
+
+def test_full_recomputation_without_prefetch_gathers_weights_twice() -> None:
+    """Four blocks' twice, the norm's twice, both tables' once."""
+    case = Case(LLAMA.replace(layers=4), Cuboid(2, 2, 1), 4, 13, recompute="full", schedule=OFF)
+    ((found, predicted),) = silently([0], 4, counted, case)
+    assert found[0]["x"]["all_gather"][0] == 12
+    assert found == predicted
 
 
 @pytest.mark.parametrize("case", [CASES[-1], CASES[-6], CASES[-7], CASES[-12]], ids=id_of)

@@ -111,6 +111,11 @@ class _Moments:
         copies = np.where(axis == 2, self.low, self.direct * (1 + self.low))
         return (axis > 1) * copies * (whole // axis * self.wide // self.e)
 
+    def landed(self, axis: Array, whole: Array) -> Array:
+        """What is held while parts received are summed: of low precision the sum is made narrow again."""
+        sent = (axis == 2) * whole + self.low * whole // axis
+        return (axis > 1) * (self.received(axis) * whole + self.summed(axis, whole) + sent)
+
     def moments(self) -> list[Moment]:
         last = self.c.layers
         numbers = sorted({1, 2, 3, last - 1, last} & set(range(1, last + 1)))
@@ -194,6 +199,8 @@ class _Moments:
     def inside(self, j: int) -> Moment:
         gradients, activations = self.remaining(j)
         buffers = np.maximum.reduce([self.down(), self.nonlinear(), self.up(), self.first()]) + self.dX
+        if self.choice.recompute == "full":
+            buffers = np.maximum(buffers, self.computed_again() + self.dX)
         parts = self.parts
         buffers = buffers * (parts + 1) // (2 * parts)  # of other parts only what is in flight
         if self.choice.recompute == "full":
@@ -211,8 +218,9 @@ class _Moments:
         X, shard = self.spread * (s.z > 1) * regathers, self.spread // s.z * (s.z > 1) * regathers
         ahead = self.narrow * (s.y > 1) * regathers
         sent = regathers * self.copies("z", self.spread // s.z)
-        launched = dY + X + sent + dX + ahead
-        return np.maximum(launched, launched - sent - shard + self.dW(s.f * s.d))
+        launched, one = dY + X + sent + dX + ahead, self.dW(s.f * s.d)
+        landing = ahead + one + self.landed(s.z, self.spread) - self.spread // (s.z if regathers else 1)
+        return np.maximum.reduce([launched, launched - sent - shard + one, landing])
 
     def nonlinear(self) -> Array:
         """dY, and of SwiGLU its silu and two gradients, of GELU one. X of the product after is gone."""
@@ -242,13 +250,19 @@ class _Moments:
         mine = left + dY + X + self.scattered(s.y, self.narrow) + self.dW(self.elements)
         return mine - (self.recomputed() if self.choice.recompute == "full" else self.layer)
 
+    def computed_again(self) -> Array:
+        """In the forward of a layer that is computed again, before it ends: the MLP's inner features are summed."""
+        s, inner = self.s, self.spread * (2 if self.c.gated else 1)
+        return self.landed(s.z, inner) - inner // s.z - self.spread // (s.z if self.regathers else 1)
+
     def recomputed(self) -> Array:
         """What one layer saves once it has been computed again."""
         s, c, m, e = self.s, self.c, self.m, self.e
         retain = self.choice.policy.activations == "retain"
         y, z = (np.ones_like(s.y), np.ones_like(s.z)) if retain else (s.y, s.z)
         products = 2 * m * s.d // y + m * (s.q + s.f) // z
-        attention = m * (s.heads + 2 * s.picked * s.context) * c.head_dim
+        apart = (s.context > 1) | (retain & (s.z > 1))  # attention's output is another tensor than the next X
+        attention = m * (s.heads * (1 + apart) + 2 * s.picked * s.context) * c.head_dim
         inner = m // s.z * s.f * (2 if c.gated else 1)
         rows = 2 * m // s.y * (1 + c.norm_bias) + m * s.heads  # statistics of the norms, and of attention
         return (2 * m // s.y * s.d + products + attention + inner) * e + rows * self.wide
