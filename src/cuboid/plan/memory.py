@@ -50,6 +50,9 @@ def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array)
     parameters = sizes.parameters * STORED
     earlier = parameters if work.micro_batches > 1 else np.zeros_like(parameters)
     found = [(np.maximum(gradients, earlier), *others) for gradients, *others in held.moments()] + [held.data()]
+    if choice.schedule.beside and work.micro_batches > 1:
+        earlier = earlier * (work.micro_batches > 2)  # the first backward beside a forward finds none
+        found += [(np.maximum(gradients, earlier), *others) for gradients, *others in held.both()]
     which = np.stack([sum(moment) for moment in found]).argmax(0)
     gradients, activations, buffers = (
         np.choose(which, [moment[i] for moment in found]).astype(np.int64) for i in range(3)
@@ -117,10 +120,28 @@ class _Moments:
         return (axis > 1) * (self.received(axis) * whole + self.summed(axis, whole) + sent)
 
     def moments(self) -> list[Moment]:
-        last = self.c.layers
-        numbers = sorted({1, 2, 3, last - 1, last} & set(range(1, last + 1)))
-        layers = [moment for j in numbers for moment in (self.inside(j), self.between(j))]
+        layers = [moment for j in self.chosen() for moment in (self.inside(j), self.between(j))]
         return [self.head(), self.scaled(), *layers, self.lookup(), self.table()]
+
+    def chosen(self) -> list[int]:
+        """Layers, counted from the last, among whom the fullest is."""
+        last = self.c.layers
+        return sorted({1, 2, 3, last - 1, last} & set(range(1, last + 1)))
+
+    def both(self) -> list[Moment]:
+        """A layer's backward beside the forward of the next micro-batch, at the same pace: that has passed as many
+        layers. Sub-batches are up to a layer apart, either way."""
+        s, apart, ups = self.s, int(self.parts > 1), 2 if self.c.gated else 1
+        operands = self.narrow * (s.y > 1) + self.scattered(s.z, ups * self.spread) + self.dX
+        found = []
+        for j in self.chosen():
+            gradients, activations, buffers = self.inside(j)
+            passed = min(j + apart, self.c.layers)
+            held = self.gathered * (1 + apart) + self.coming * self.choice.schedule.prefetch
+            held = np.where(self.kept > 0, self.kept * passed, held) + apart * self.gathered
+            buffers = buffers + held + operands * (self.parts + 1) // (2 * self.parts)
+            found.append((gradients, activations + (passed + apart * (j > 1)) * self.layer, buffers))
+        return found
 
     # The head
 
