@@ -90,8 +90,11 @@ class _TimedStep(TimedLayer):
     def backward(self) -> None:
         s, t = self.sizes, self.tape
         t.stream("head", 3 * self.rows() * s.d * self.e, 2)
+        if self.last and not self.c.tied:
+            self.send_on(s.head_weight.shard)
         self.again(self.layers)
-        self.again(self.layers - 1)
+        if self.choice.schedule.prefetch:
+            self.again(self.layers - 1)
         self.arrive(self.layers, backward=True)
         self.play(self.norm_backward)
         self.reduce(self._buckets[self.layers])
@@ -102,7 +105,8 @@ class _TimedStep(TimedLayer):
                 self.saving = False
                 self.play(self.block)
                 self.saving = True
-            self.again(i - 1)
+            if self.choice.schedule.prefetch:
+                self.again(i - 1)
             self.play(self.block_backward)
             self.reduce(self._buckets[i], s.head_norms)
         self.play(self.lookup_backward)
@@ -116,8 +120,6 @@ class _TimedStep(TimedLayer):
     def sum_replicas(self) -> None:
         """What is left of it at the end."""
         s, t = self.sizes, self.tape
-        if not self.c.tied:
-            self.send_on(s.head_weight.shard)
         while self._replicas:
             t.wait(self._replicas.popleft())
         norms = (2 * self.c.layers + 1) * (1 + self.c.norm_bias) * -(-s.d // s.x)
