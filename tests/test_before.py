@@ -24,7 +24,9 @@ def resumed(world: World, folder: Path, changes: list[str]) -> list[tuple[float,
 
 
 @pytest.mark.parametrize(
-    "changes", [[], ["overlap.beside=true"], ["cuboid.x=1", "cuboid.z=2", "overlap.parts=2"]], ids=["same", "beside", "z"]
+    "changes",
+    [[], ["overlap.beside=true"], ["cuboid.x=1", "cuboid.z=2", "overlap.parts=2"]],
+    ids=["same", "beside", "z"],
 )
 def test_run_of_before_resumes_with_the_same_curve(
     changes: list[str], pool: Callable[[int], Pool], tmp_path: Path

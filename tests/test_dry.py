@@ -9,6 +9,7 @@ from cuboid.plan.dry import compare, dry_run
 from cuboid.plan.hardware import PRESETS
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
+from cuboid.step.schedule import Schedule
 
 
 @pytest.mark.parametrize(("rank", "special"), [(0, {}), (2345, {"qk_norm": True, "qkv_bias": True})])
@@ -26,8 +27,22 @@ def test_planner_peak_of_micro_batches_matches_dry_run(micro_batches: int) -> No
     """Has the gradients of those before in it, in the run as in the plan."""
     config, cuboid = ModelConfig("gpt2", layers=4, hidden=256, heads=8, vocab=1000, context=128), Cuboid(data=8)
     work = Work(config, 8, 128, micro_batches=micro_batches)
-    found = compare(
-        dry_run(work, cuboid, Choice(), backend="nccl"), predict(PRESETS["h100-ndr"], work, cuboid, Choice()), work
-    )
+    assert -0.02 < peak_error(work, cuboid, Choice()) < 0.02
+
+
+@pytest.mark.parametrize(("parts", "above"), [(1, 0.08), (2, 0.22)])
+@pytest.mark.parametrize("cuboid", [Cuboid(2, 2, 2), Cuboid(4, 2, 1)], ids=str)
+def test_planner_peak_of_forward_beside_backward_bounds_dry_run(cuboid: Cuboid, parts: int, above: float) -> None:
+    """Whose turn it is follows from sizes, so two passes may be apart: the plan may be too high, hardly too low."""
+    config = ModelConfig("gpt2", layers=6, hidden=256, heads=8, vocab=1000, context=128)
+    choice = Choice(schedule=Schedule(parts=parts, beside=True))
+    assert -0.02 < peak_error(Work(config, 16, 128, micro_batches=3), cuboid, choice) < above
+
+
+def peak_error(work: Work, cuboid: Cuboid, choice: Choice) -> float:
+    """Of the plan against a dry run on NCCL."""
+    plan = predict(PRESETS["h100-ndr"], work, cuboid, choice)
+    found = compare(dry_run(work, cuboid, choice, backend="nccl"), plan, work)
     peak = next(each for each in found if each.what == "bytes at the peak")
-    assert peak.planned == pytest.approx(peak.counted, rel=0.02)
+    print(f"{peak.planned / peak.counted - 1:+.1%} planned")  # pytest -rP
+    return peak.planned / peak.counted - 1

@@ -234,11 +234,11 @@ def show(console: Console, case: Case, report: Report) -> None:
 
 #: What the modules of this package make for a moment.
 TRANSIENTS = {
-    "comm": "gathered operands, buffers in flight",
-    "weights": "gathered weights, their gradients",
-    "product": "partial products",
-    "head": "the head's chunk of logits",
-    "loss": "the head's chunk of logits",
+    "comm.collectives": "gathered operands, buffers in flight",
+    "step.weights": "gathered weights, their gradients",
+    "layers.product": "partial products",
+    "layers.head": "the head's chunk of logits",
+    "layers.loss": "the head's chunk of logits",
 }
 
 

@@ -16,7 +16,7 @@ from cuboid.model.cuboid import Policy
 from cuboid.model.transformer import Recompute
 from cuboid.plan.shared import SharedTape
 from cuboid.plan.sizes import Sizes, added
-from cuboid.plan.tape import Flight, Tape
+from cuboid.plan.tape import Message, Tape
 from cuboid.plan.time import Array, Prices
 from cuboid.step.schedule import PREFETCH, Schedule
 
@@ -58,7 +58,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Out:
+class Outputs:
     """Outputs that travel in one reduce-scatter."""
 
     ns: Sequence[Array]
@@ -69,7 +69,7 @@ class Out:
         return added(self.ns)
 
 
-class Layer:
+class TimedLayer:
     """`b` sequences and `m` tokens of the x-slice are those at hand: all, or a part's."""
 
     def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool) -> None:
@@ -91,7 +91,7 @@ class Layer:
 
     # Products
 
-    def multiply(self, out: Out, k: Array, k_blocks: Array | int, equation: int) -> None:
+    def multiply(self, out: Outputs, k: Array, k_blocks: Array | int, equation: int) -> None:
         """(1), (2) or (3) of product.py for each weight of an output, in blocks of n and k as it is run."""
         m, k_i = self.m, k / k_blocks
         for n in out.ns:
@@ -101,7 +101,7 @@ class Layer:
             self.tape.compute("products", seconds * (n > 0))
             self.tape.flops += 2 * m * n * k
 
-    def product(self, k: Array, outs: Sequence[Out], k_axis: str, n_axis: str, k_blocks: Array | int = 1) -> Steps:
+    def product(self, k: Array, outs: Sequence[Outputs], k_axis: str, n_axis: str, k_blocks: Array | int = 1) -> Steps:
         t = self.tape
         X = t.launch(n_axis, "all_gather", self.m * k)
         yield Pause()
@@ -119,11 +119,11 @@ class Layer:
     def product_backward(
         self,
         k: Array,
-        outs: Sequence[Out],
+        outs: Sequence[Outputs],
         k_axis: str,
         n_axis: str,
         k_blocks: Array | int = 1,
-        X: Flight | None = None,
+        X: Message | None = None,
         before: Callable[[], tuple[Any, ...]] | None = None,
     ) -> Steps:
         """Its X may be on its way already; returns that of the product `before` it, which has begun to be."""
@@ -149,22 +149,22 @@ class Layer:
         t.wait(dX)
         return ahead
 
-    def qkv(self) -> tuple[Array, list[Out], str, str]:
+    def qkv(self) -> tuple[Array, list[Outputs], str, str]:
         """All three travel together by heads, or keys and values apart by tokens where they have too few heads."""
         s = self.sizes
-        outs = [Out([s.q, *[s.kv * ~s.few] * 2], s.z)]
+        outs = [Outputs([s.q, *[s.kv * ~s.few] * 2], s.z)]
         if s.few.any():
-            outs.append(Out([s.kv * s.few] * 2))
+            outs.append(Outputs([s.kv * s.few] * 2))
         return s.d, outs, "z", "y"
 
-    def up(self) -> tuple[Array, list[Out], str, str]:
-        return self.sizes.d, [Out([self.sizes.f] * (2 if self.c.gated else 1))], "z", "y"
+    def up(self) -> tuple[Array, list[Outputs], str, str]:
+        return self.sizes.d, [Outputs([self.sizes.f] * (2 if self.c.gated else 1))], "z", "y"
 
-    def out(self) -> tuple[Array, list[Out], str, str, Array]:
-        return self.sizes.q, [Out([self.sizes.d])], "y", "z", self.sizes.z
+    def out(self) -> tuple[Array, list[Outputs], str, str, Array]:
+        return self.sizes.q, [Outputs([self.sizes.d])], "y", "z", self.sizes.z
 
-    def down(self) -> tuple[Array, list[Out], str, str]:
-        return self.sizes.f, [Out([self.sizes.d])], "y", "z"
+    def down(self) -> tuple[Array, list[Outputs], str, str]:
+        return self.sizes.f, [Outputs([self.sizes.d])], "y", "z"
 
     # A block
 
@@ -286,8 +286,6 @@ class Layer:
         s = self.sizes
         self.tape.stream("elementwise", NORM[False] * (queries + keys) * self.wide, 18)
         self.save((queries + keys * (1 + ((s.context > 1) & ~s.few))) * self.e)
-        if self.e != STORED:
-            self.save(s.head_norms * self.e // self.choice.schedule.parts)  # the weights, made as narrow
 
     def attend_backward(self) -> Steps:
         s, c, m = self.sizes, self.c, self.m

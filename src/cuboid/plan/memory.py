@@ -4,16 +4,17 @@ At rest: parameters, AdamW's two moments, gradients once they are summed, activa
 moment: weights gathered, gradients on their way, operands gathered, the head's chunk. None of it grows with depth, and
 what does (saved activations fall, gradients rise) does so evenly, so the fullest moment is one of a few:
 
-    head     everything is saved; a chunk of logits, or the table's gradient on its way
+    head     everything is saved; a chunk of logits, dX on its way, or the table's gradient on its way
     scaled   the head's gradients as they were saved, and times dloss
-    inside   of the last few layers' backward, or the first's: the MLP's operands and their gradients
-    between  layers: small gradients packed for the way over x, those of two layers more still on it
+    inside   of the last few layers' backward, or the first's: the MLP's operands and their gradients, or the last
+             matmul's with all gradients of the layer
+    between  layers: its weights are released, small gradients packed for the way over x, those of two layers more
+             still on it
     lookup   all gradients are there but the embedding's, which is added up
     table    … and on its way over x
-    tied     … and added to the head's
-    data     all gradients are there; the largest part's are joined, and their sum over replicas on its way
+    data     all gradients are there; the largest bucket's are joined, and their sum over replicas on its way
 
-Of several micro-batches the first leaves its gradients, and those of the others are added to them.
+Of several micro-batches the first leaves its gradients, and those of the others are added to them in place.
 """
 
 from dataclasses import dataclass
@@ -22,14 +23,15 @@ import numpy as np
 
 from cuboid.comm.transport.gloo import LEAST_ALONE
 from cuboid.plan.hardware import Hardware
-from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
+from cuboid.plan.layer import STORED, Choice, Work
+from cuboid.plan.operands import Operands
 from cuboid.plan.sizes import Sizes, Weight, added
 from cuboid.plan.time import Array
 from cuboid.step.weights import MOST_IN_FLIGHT
 
 
 @dataclass(frozen=True)
-class Memory:
+class Footprint:
     """Bytes at the fullest moment."""
 
     parameters: Array
@@ -43,80 +45,64 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array) -> Memory:
+def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array) -> Footprint:
     """`saved` is what a forward leaves for backward, all layers' and the head's."""
-    held = _Held(hw, work, sizes, choice, saved)
+    held = _Moments(hw, work, sizes, choice, saved)
     parameters = sizes.parameters * STORED
     earlier = parameters if work.micro_batches > 1 else np.zeros_like(parameters)
     found = [(np.maximum(gradients, earlier), *others) for gradients, *others in held.moments()] + [held.data()]
+    if choice.schedule.beside and work.micro_batches > 1:
+        earlier = earlier * (work.micro_batches > 2)  # the first backward beside a forward finds none
+        found += [(np.maximum(gradients, earlier), *others) for gradients, *others in held.both()]
     which = np.stack([sum(moment) for moment in found]).argmax(0)
     gradients, activations, buffers = (
         np.choose(which, [moment[i] for moment in found]).astype(np.int64) for i in range(3)
     )
-    return Memory(parameters, gradients, 2 * parameters, activations, buffers)
+    return Footprint(parameters, gradients, 2 * parameters, activations, buffers)
 
 
 #: Gradients, activations, buffers.
 Moment = tuple[Array, Array, Array]
 
 
-class _Held:
-    def __init__(self, hw: Hardware, work: Work, s: Sizes, choice: Choice, saved: Array) -> None:
-        self.c, self.s, self.choice, self.saved = work.config, s, choice, saved
-        self.e, self.micro_batches = ITEMSIZE[work.precision], work.micro_batches
-        self.wide, self.low = max(self.e, 4), self.e < 4
-        self.m = s.m
-        self.apart = s.x > 1
-        self.whole = added(w.n * w.k for w in s.block_weights) * self.e
-        self.shard = sum(w.shard for w in s.block_weights) * STORED
-        self.direct = hw.direct or self.low
-        self.copying = hw.direct
-        self.way = 1 + self.received(s.x)  # a reduce-scatter over x: what is sent until it is awaited, and received
-        one = added(w.shard for w in s.block_weights) * self.e
-        filled = np.logical_or.reduce([w.shard * s.x != w.n * w.k for w in s.block_weights])
-        sent = np.maximum(one * (self.low | filled), self.copies("x", one))  # else as the shards lie
-        self.coming = self.apart * (self.whole + sent)  # a layer's weights on their way
-        self.head_saved = self.m // s.y * s.d * self.e + s.head_weight.shard * STORED
-        self.layer = (saved - self.head_saved) // max(work.config.layers, 1)
-        self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
-        self.gathered = added(map(self.padded, s.block_weights)) * self.moved  # copies out of what has arrived
-        self.kept = self.gathered * (choice.policy.weights == "retain")  # of each layer
-        tables = s.tables[1:] if self.c.tied else s.tables  # a tied one goes with the head
-        self.kept_tables = sum(map(self.padded, tables)) * (self.kept > 0)
-
-    def padded(self, w: Weight) -> Array:
-        """A weight gathered over x, or its gradient packed: every part as long as the longest."""
-        return w.shard * self.s.x * self.e
-
-    def copies(self, axis: str, part: Array) -> Array:
-        """What gloo sends of a small part that is gathered: a copy for each rank."""
-        ranks, inside = self.s.groups[axis]
-        return self.copying * (ranks > 2) * (inside == ranks) * (part < LEAST_ALONE) * ranks * part
-
-    def received(self, axis: Array) -> Array:
-        """Of what is scattered over an axis: everyone's parts, of two ranks the other's alone; NCCL's are sums."""
-        return np.where(axis == 2, 0.5, 1.0 if self.direct else 1 / axis)
-
-    def summed(self, axis: Array, whole: Array) -> Array:
-        """The sum of parts received of `whole` bytes: of two ranks in place, unless wider. Of more ranks' parts the
-        first is widened by itself."""
-        copies = np.where(axis == 2, self.low, self.direct * (1 + self.low))
-        return (axis > 1) * copies * (whole // axis * self.wide // self.e)
-
+class _Moments(Operands):
     def moments(self) -> list[Moment]:
+        layers = [moment for j in self.chosen() for moment in (self.inside(j), self.between(j))]
+        return [self.head(), self.scaled(), *layers, self.lookup(), self.table()]
+
+    def chosen(self) -> list[int]:
+        """Layers, counted from the last, among whom the fullest is."""
         last = self.c.layers
-        numbers = sorted({1, 2, 3, last} & set(range(1, last + 1)))
-        layers = [moment for j in numbers for moment in (self.inside(j), self.between(j))]
-        return [self.head(), self.scaled(), *layers, self.lookup(), self.table(), self.tied()]
+        return sorted({1, 2, 3, last - 1, last} & set(range(1, last + 1)))
+
+    def both(self) -> list[Moment]:
+        """A layer's backward beside the forward of the next micro-batch, at the same pace: that has passed as many
+        layers. Sub-batches are up to a layer apart, either way."""
+        s, apart, ups = self.s, int(self.parts > 1), 2 if self.c.gated else 1
+        operands = self.narrow * (s.y > 1) + self.scattered(s.z, ups * self.spread) + self.dX
+        found = []
+        for j in self.chosen():
+            gradients, activations, buffers = self.inside(j)
+            passed = min(j + apart, self.c.layers)
+            held = self.gathered * (1 + apart) + self.coming * self.choice.schedule.prefetch
+            held = np.where(self.kept > 0, self.kept * passed, held) + apart * self.gathered
+            buffers = buffers + held + operands * (self.parts + 1) // (2 * self.parts)
+            found.append((gradients, activations + (passed + apart * (j > 1)) * self.layer, buffers))
+        return found
+
+    # The head
 
     def head(self) -> Moment:
-        s, X, parts = self.s, self.m * self.s.d * self.e, self.choice.schedule.parts
+        s, parts, w = self.s, self.parts, self.s.head_weight
         last = self.gathered * (self.kept == 0) * self.choice.schedule.prefetch
-        weights = self.kept * self.c.layers + last + self.kept_tables + self.padded(s.head_weight) * self.moved
-        held = weights + s.vocab * s.d * self.wide + X  # dW, and of each part X or dX
-        one = X // parts  # the last: both; the others' dX are on their way
-        inside = one + (parts - 1) * one * (s.y > 1) * self.received(s.y) + self.chunk()
-        return self.none(), self.saved - self.head_saved, held + np.maximum(inside, self.reduced(X))
+        held = self.kept * self.c.layers + last + self.behind(MOST_IN_FLIGHT)
+        one, dW = self.narrow // parts, w.n * w.k * self.wide
+        others = (parts - 1) * self.scattered(s.y, one)  # dX of other sub-batches, on its way
+        weight = self.padded(w) * self.moved
+        inside = weight + dW + 2 * one + others + self.chunk()  # X and dX of this one
+        ending = weight + dW + parts * self.scattered(s.y, one)
+        reduced = self.dX + np.maximum(weight + self.launched(w, dW), self.landing(w))
+        return self.none(), self.saved - self.head_saved, held + np.maximum.reduce([inside, ending, reduced])
 
     def chunk(self) -> Array:
         """At most. Some of it is left until the next one's takes its place."""
@@ -135,120 +121,112 @@ class _Held:
         products = left + low * s.vocab * s.d * e  # dW's, to be added
         return np.maximum.reduce([again * left + scattered, exponentials, gathered, products])
 
-    def reduced(self, dX: Array) -> Array:
-        """The head's dX on its way over y and dW on its way over x, launched or landing."""
-        s, w = self.s, self.s.head_weight
-        whole, uneven = self.padded(w), w.n % s.x != 0
-        narrow = self.low * w.n * w.k * self.e  # dW as it is sent
-        copy = np.where(uneven, whole, narrow)  # … or filled up
-        received = self.received(s.x) * whole
-        launch = np.where(self.apart, narrow + uneven * whole + received, narrow + self.low * w.shard * STORED)
-        flying = np.where(self.apart, copy + received, self.low * w.shard * STORED)
-        landing = np.where(self.apart, received + (s.x == 2) * copy + self.summed(s.x, whole), flying)
-        sums = self.summed(s.y, dX)
-        most = np.maximum.reduce([launch, sums + flying, np.minimum(sums, dX // s.y) + landing])
-        return (s.y > 1) * self.received(s.y) * dX + most
+    def launched(self, w: Weight, gradient: Array) -> Array:
+        """A table's gradient, in fp32 or better, as it is sent over x: filled up, made narrow, what is received."""
+        filled = self.padded(w) // self.e * self.wide * (w.n % self.s.x != 0)
+        source = np.where(filled > 0, filled, gradient)
+        sent = np.where(self.low, self.padded(w), source)
+        most = np.maximum.reduce([gradient + filled, source + self.low * sent, self.scattered(self.s.x, sent)])
+        return np.where(self.apart, most, gradient)
+
+    def landing(self, w: Weight) -> Array:
+        sent = self.padded(w)
+        return self.apart * (self.received(self.s.x) * sent + (self.s.x == 2) * sent + self.summed(self.s.x, sent))
 
     def scaled(self) -> Moment:
-        return self.none(), self.saved, self.weights(1) + self.head_saved
+        """The gradient of the head's weight times dloss; without a tied embedding's it is summed over replicas."""
+        copies = np.where((self.s.data > 1) & (not self.c.tied) & (self.micro_batches == 1), 2, 1)
+        held = np.where(self.kept > 0, self.kept * self.c.layers, self.gathered * self.choice.schedule.prefetch)
+        held = held + self.behind(MOST_IN_FLIGHT)
+        return self.none(), self.saved, held + copies * self.s.head_weight.shard * STORED
+
+    def behind(self, count: int) -> Array:
+        """The last `count` sums over x of the micro-batch before, on their way until others follow them: the tables',
+        and the first layer's where there is one table."""
+        table, *positions = map(self.padded, self.s.tables)
+        return self.apart * (self.micro_batches > 1) * self.way * added([*positions, table, self.whole][:count])
 
     def none(self) -> Array:
         return np.zeros_like(self.saved)
+
+    # A layer's backward
 
     def remaining(self, j: int) -> tuple[Array, Array]:
         """Gradients there and activations saved while the j-th last layer runs backward."""
         over = np.where(self.apart, max(j - 1 - MOST_IN_FLIGHT, 0), j - 1)
         gradients = over * self.shard + self.s.head_weight.shard * STORED
-        return gradients, self.saved - self.head_saved - (j - 1) * self.layer
+        return gradients, (self.c.layers - j + 1) * self.layer
 
-    def weights(self, j: int) -> Array:
-        """Gathered for this layer and on the way for the next, and the gradients of layers before."""
-        ahead = self.coming * (j < self.c.layers) * self.choice.schedule.prefetch
-        held = np.where(self.kept > 0, self.kept * (self.c.layers - j + 1), self.gathered + ahead)
-        flying = self.apart * min(j - 1, MOST_IN_FLIGHT) * self.way * self.whole
-        return held + self.kept_tables + flying
+    def ahead(self, j: int) -> Array:
+        """Weights on the way for the next layer, or kept for all that are left, and gradients of those before."""
+        coming = self.coming * (j < self.c.layers) * self.choice.schedule.prefetch
+        held = np.where(self.kept > 0, self.kept * (self.c.layers - j), coming)
+        before = self.behind(1) if j == 1 else 0  # the last norm's are behind those of the table
+        return held + before + self.apart * min(j - 1, MOST_IN_FLIGHT) * self.way * self.whole
 
     def inside(self, j: int) -> Moment:
-        s, c, m, e = self.s, self.c, self.m, self.e
         gradients, activations = self.remaining(j)
-        ups = 2 if c.gated else 1
-        one = s.f * s.d * e
-        spread, narrow = m * s.f * e, m * s.d * e
-        regathers = self.choice.policy.activations != "retain"
-        X_down, inner = spread // (s.z if regathers else 1), ups * spread // s.z  # saved, until their product is done
-        # dY whole over y, X whole over z again, dX and what of its scatter is received
-        down = narrow * (s.y > 1) + spread * (1 + (s.z > 1) * (regathers + self.received(s.z))) + one
-        down = down + regathers * self.copies("z", spread // s.z)
-        ahead = narrow * (s.y > 1) * regathers  # X of the product before, on its way
-        down, nonlinear = down + ahead, spread // s.z * (7 if c.gated else 2) + one - X_down + ahead
-        up = ups * spread * (s.z > 1) + ups * spread // s.z + (1 + ups) * one - X_down - inner
-        up = up + narrow * (1 + (s.y > 1) * (regathers + self.received(s.y)))
-        up = up + regathers * self.copies("y", narrow // s.y)
-        buffers = np.maximum.reduce([down, nonlinear, up]) + 2 * narrow // s.y
-        parts = self.choice.schedule.parts
+        buffers = np.maximum.reduce([self.down(), self.nonlinear(), self.up(), self.first()]) + self.dX
+        if self.choice.recompute == "full":
+            buffers = np.maximum(buffers, self.computed_again() + self.dX)
+        parts = self.parts
         buffers = buffers * (parts + 1) // (2 * parts)  # of other parts only what is in flight
         if self.choice.recompute == "full":
-            buffers = buffers + self.recomputed()
-        return gradients, activations, self.weights(j) + buffers
-
-    def recomputed(self) -> Array:
-        """What one layer saves once it has been computed again."""
-        s, c, m, e = self.s, self.c, self.m, self.e
-        retain = self.choice.policy.activations == "retain"
-        y, z = (np.ones_like(s.y), np.ones_like(s.z)) if retain else (s.y, s.z)
-        products = 2 * m * s.d // y + m * (s.q + s.f) // z
-        attention = m * (s.heads + 2 * s.picked * s.context) * c.head_dim
-        inner = m // s.z * s.f * (2 if c.gated else 1)
-        return (2 * m // s.y * s.d + products + attention + inner) * e
+            buffers, activations = buffers + self.recomputed(), activations - self.layer
+        return gradients, activations, self.gathered + self.ahead(j) + buffers
 
     def between(self, j: int) -> Moment:
+        """The layer's weights are released before its gradients are packed."""
+        s, made = self.s, self.dW(self.elements)
         gradients, activations = self.remaining(j)
-        # where x is 1: widened, and sent on to the replicas (of several micro-batches when earlier gradients are gone)
-        alone = self.whole + (self.low + 2 * (self.s.data > 1) * (self.micro_batches == 1)) * self.shard
-        flying = (1 + self.received(self.s.x)) * self.whole
+        small = added(w.n * w.k * (w.shard * self.e < LEAST_ALONE) for w in s.block_weights) * self.e
+        largest = np.maximum.reduce([w.n * w.k for w in s.block_weights]) * self.e * (self.g > self.e)
+        flying = self.way * self.whole
         if j > MOST_IN_FLIGHT:  # the first of those on their way lands: what it sent goes, unless part of the sum
-            gone = (self.s.x > 2) * self.whole
-            flying = flying + np.maximum(self.summed(self.s.x, self.whole) - gone, 0)
-        small = added(w.n * w.k * (w.shard * self.e < LEAST_ALONE) for w in self.s.block_weights) * self.e
-        layer = np.where(self.apart, np.maximum(self.whole + small, flying), alone)  # small ones packed, or on its way
-        rest = 2 * self.m // self.s.y * self.s.d * self.e
-        if j < self.c.layers and self.choice.policy.activations != "retain" and self.choice.recompute != "full":
-            rest = rest + self.m * self.s.f * self.e * (self.s.z > 1)  # X of the layer before's last product
-        return gradients, activations - self.layer, self.weights(j) + layer + rest
+            gone = (s.x > 2) * self.whole
+            flying = flying + np.maximum(self.summed(s.x, self.whole) + 2 * (s.data > 1) * self.shard - gone, 0)
+        packed = np.maximum.reduce([made + largest, self.whole + small, flying])
+        rest = self.dX
+        if j < self.c.layers and self.regathers and self.choice.recompute != "full":
+            rest = rest + self.spread * (s.z > 1)  # X of the layer before's last product
+        layer = np.where(self.apart, packed, self.unsplit(made))
+        return gradients, activations - self.layer, self.ahead(j) + layer + rest
+
+    def unsplit(self, made: Array) -> Array:
+        """Where x is 1: widened, and sent on to the replicas; added in place to those of micro-batches before."""
+        sent = 2 * (self.s.data > 1) * self.shard
+        if self.micro_batches > 1:
+            return np.maximum(made, sent)
+        return self.shard + np.maximum((self.g < STORED) * made, sent)
+
+    # The embedding
 
     def gradients(self) -> Array:
         return self.s.parameters * STORED
 
     def others(self) -> Array:
-        """Gradients but the tables'; a tied table's of the head is one of them."""
+        """Gradients but the tables' and those on their way; a tied table's of the head is one of them."""
         tables = sum(w.shard for w in self.s.tables) - self.c.tied * self.s.head_weight.shard
-        return self.gradients() - tables * STORED
+        return self.gradients() - tables * STORED - self.apart * self.flying * self.shard
+
+    @property
+    def flying(self) -> int:
+        """Layers whose gradients are on their way."""
+        return min(self.c.layers, MOST_IN_FLIGHT)
 
     def lookup(self) -> Moment:
-        s, parts = self.s, self.choice.schedule.parts
-        flying = self.apart * min(self.c.layers, MOST_IN_FLIGHT) * self.whole * self.way
-        rows = self.m // parts * s.d * (self.e + self.low * self.wide)
-        sizes = [w.n * w.k for w in s.tables]
-        tables = sum(sizes) * (self.wide + (parts > 1) * self.e) + self.low * sizes[0] * self.e  # of a part before too
-        return self.others(), self.none(), tables + rows + flying + self.kept_tables
+        rows = self.m // self.parts * self.s.d * (self.e + self.low * self.wide)
+        tables = sum((w.n + 1) * w.k for w in self.s.tables) * self.wide
+        return self.others(), self.none(), tables + rows + self.apart * self.flying * self.whole * self.way
 
     def table(self) -> Moment:
-        """The last to be launched; learned positions go before it."""
+        """Launched behind the layers' gradients; learned positions follow it."""
         table, *positions = self.s.tables
-        layers = min(self.c.layers, MOST_IN_FLIGHT - len(positions))
-        flying = (layers * self.whole + sum(map(self.padded, positions))) * self.way
-        filled = table.n % self.s.x != 0
-        packed = self.padded(table) * (self.received(self.s.x) + filled)
-        return (
-            self.others(),
-            self.none(),
-            table.n * table.k * self.e + self.apart * (packed + flying) + self.kept_tables,
-        )
-
-    def tied(self) -> Moment:
-        """Where x is 1: else less than what was received of it."""
-        table = self.s.head_weight.shard * (self.c.tied & (self.s.x == 1))
-        return self.others(), self.none(), table * (2 * STORED + self.low * self.e)
+        waiting = sum((w.n + 1) * w.k for w in positions) * self.wide
+        first = self.launched(table, (table.n + 1) * table.k * self.wide) + waiting
+        second = self.way * (self.padded(table) + sum(map(self.padded, positions)))
+        flying = self.flying * self.whole * self.way
+        return self.others(), self.none(), self.apart * (np.maximum(first, second) + flying)
 
     def data(self) -> Moment:
         tables = [w.shard for w in (*self.s.tables, self.s.head_weight)]

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.plan.tape import Flight, Tape
+from cuboid.plan.tape import Message, Tape
 from cuboid.plan.time import Array, Prices
 
 
 @dataclass
-class Owing(Flight):
+class Owing(Message):
     due: Array  # [axes, candidates] processor seconds of all collectives up to this one; none where it has no others
 
 
@@ -35,7 +35,7 @@ class SharedTape(Tape):
         self.now += took
         self._compute[kind] += took
 
-    def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Flight:
+    def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Message:
         fare = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize)
         assert fare.wire is not None
         seconds = times * np.maximum(fare.seconds, fare.wire)
@@ -51,7 +51,7 @@ class SharedTape(Tape):
             self._land(flight)
         return flight
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: Message) -> None:
         assert isinstance(flight, Owing)
         owed = np.maximum(flight.due - self._paid, 0.0)
         self._paid = self._paid + owed

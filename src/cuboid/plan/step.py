@@ -13,9 +13,9 @@ import numpy as np
 
 from cuboid.comm.flight import Pause, Steps
 from cuboid.plan.hardware import Hardware
-from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Layer, Work
+from cuboid.plan.layer import ITEMSIZE, STORED, Choice, TimedLayer, Work
 from cuboid.plan.sizes import Sizes, Weight, added
-from cuboid.plan.tape import Flight, Totals
+from cuboid.plan.tape import Message, Totals
 from cuboid.plan.time import Array, Prices
 from cuboid.step.weights import MOST_IN_FLIGHT
 
@@ -28,7 +28,7 @@ def step_totals(
 ) -> Totals:
     """Of a forward and backward of every candidate; of the `last` micro-batch also the sums over replicas and the
     optimizer's update."""
-    step = _Step(prices, work, sizes, choice, overlap, last)
+    step = _TimedStep(prices, work, sizes, choice, overlap, last)
     found = step.tape.totals()
     for before, after in zip(step.marks[::2], step.marks[1::2], strict=True):  # around a layer, forward and backward
         found = found.plus(after, work.config.layers - step.layers, without=before)
@@ -45,7 +45,7 @@ def prices_of(hw: Hardware, work: Work, sizes: Sizes) -> Prices:
     return Prices(hw, work.precision, ITEMSIZE[work.precision], sizes.groups)
 
 
-class _Step(Layer):
+class _TimedStep(TimedLayer):
     def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool, last: bool) -> None:
         super().__init__(prices, work, sizes, choice, overlap)
         self.last = last
@@ -53,10 +53,10 @@ class _Step(Layer):
         self.marks: list[Totals] = []  # before and after a layer like all those that are not
         self.kept = choice.policy.weights == "retain"
         self.parts = choice.schedule.parts
-        self._in_flight: deque[tuple[Flight, Array]] = deque()  # sums over x, and the elements of a rank's shards
-        self._replicas: deque[Flight] = deque()  # sums over data
-        self._rows: deque[Flight] = deque()  # the head's X, then its dX, of each part
-        self._gathers: dict[int, Flight] = {}  # of layers, on their way; the final norm is the last
+        self._in_flight: deque[tuple[Message, Array]] = deque()  # sums over x, and the elements of a rank's shards
+        self._replicas: deque[Message] = deque()  # sums over data
+        self._rows: deque[Message] = deque()  # the head's X, then its dX, of each part
+        self._gathers: dict[int, Message] = {}  # of layers, on their way; the final norm is the last
         self._buckets = [sizes.block_weights] * layers + [sizes.norm_weights(1)]
         self.forward()
         self.backward()
@@ -90,8 +90,11 @@ class _Step(Layer):
     def backward(self) -> None:
         s, t = self.sizes, self.tape
         t.stream("head", 3 * self.rows() * s.d * self.e, 2)
+        if self.last and not self.c.tied:
+            self.send_on(s.head_weight.shard)
         self.again(self.layers)
-        self.again(self.layers - 1)
+        if self.choice.schedule.prefetch:
+            self.again(self.layers - 1)
         self.arrive(self.layers, backward=True)
         self.play(self.norm_backward)
         self.reduce(self._buckets[self.layers])
@@ -102,7 +105,8 @@ class _Step(Layer):
                 self.saving = False
                 self.play(self.block)
                 self.saving = True
-            self.again(i - 1)
+            if self.choice.schedule.prefetch:
+                self.again(i - 1)
             self.play(self.block_backward)
             self.reduce(self._buckets[i], s.head_norms)
         self.play(self.lookup_backward)
@@ -116,8 +120,6 @@ class _Step(Layer):
     def sum_replicas(self) -> None:
         """What is left of it at the end."""
         s, t = self.sizes, self.tape
-        if not self.c.tied:
-            self.send_on(s.head_weight.shard)
         while self._replicas:
             t.wait(self._replicas.popleft())
         norms = (2 * self.c.layers + 1) * (1 + self.c.norm_bias) * -(-s.d // s.x)
@@ -144,12 +146,12 @@ class _Step(Layer):
 
     # Weights: shards -> whole -> gradients -> shards
 
-    def gather(self, weights: Sequence[Weight]) -> Flight:
+    def gather(self, weights: Sequence[Weight]) -> Message:
         shard = sum(w.shard for w in weights)
         self.tape.stream("weights", 3 * shard * self.e * (self.sizes.x > 1), 1 + len(weights))
         return self.tape.launch("x", "all_gather", shard * self.sizes.x)
 
-    def whole(self, flight: Flight, weights: Sequence[Weight]) -> None:
+    def whole(self, flight: Message, weights: Sequence[Weight]) -> None:
         self.tape.wait(flight)
         size, moved = sum(w.n * w.k for w in weights), (self.sizes.x > 1) | (self.e < STORED)
         self.tape.stream("weights", 2 * size * self.e * moved, len(weights))

@@ -17,7 +17,9 @@ from cuboid.plan.time import Array, Fare, Prices
 
 
 @dataclass
-class Flight:
+class Message:
+    """A collective on the clock of a `Tape`."""
+
     axis: str
     lands: Array
     summing: Array | None  # seconds, once it has landed
@@ -93,7 +95,7 @@ class Tape:
         """An elementwise operation that reads and writes so many bytes."""
         self.compute(kind, size / self.hw.stream + operations * self.hw.launch * (size > 0))
 
-    def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Flight:
+    def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Message:
         """Of `whole` elements, `times` after one another. A group of its own is named axis/what."""
         fare = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize)
         seconds = times * fare.seconds
@@ -110,7 +112,7 @@ class Tape:
             np.copyto(near, lands, where=fare.used & ~wide)
             np.copyto(far, lands, where=fare.used & wide)
         summing = None if fare.summing is None else times * fare.summing
-        flight = Flight(axis, np.where(fare.used, lands, self.now), summing)
+        flight = Message(axis, np.where(fare.used, lands, self.now), summing)
         if not self.overlap:
             self._land(flight)
         return flight
@@ -121,12 +123,12 @@ class Tape:
         self._sent[name, kind] += times * fare.sent
         self._in_flight[axis] += seconds
 
-    def wait(self, flight: Flight) -> None:
+    def wait(self, flight: Message) -> None:
         self._land(flight)
         if flight.summing is not None:
             self.compute("sums of reduce-scatters", flight.summing)
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: Message) -> None:
         late = np.maximum(flight.lands - self.now, 0.0)
         self._exposed[flight.axis] += late
         self.now += late

@@ -328,9 +328,9 @@ class Recomputed:
 
     def _run(self, saved: list[Any], dY: Any, w: Any, at: Any, before: Ahead) -> Steps:
         steps = self.inner(saved.pop(), w, at)
-        Y, back = yield from steps
+        back = (yield from steps)[1]  # nobody needs Y: it must not live as long as backward runs
         steps = back.run(dY, w, before)
-        del Y, dY, back
+        del dY, back
         dX = yield from steps
         return dX
 

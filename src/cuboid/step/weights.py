@@ -70,6 +70,7 @@ class Bucket:
         if self.gathers:
             assert packed is not None
             flight = all_gather(packed, self.mesh.x, [sum(self._lengths[i] for i in piece) for piece in pieces])
+            packed = None  # else `land` would hold it, besides what the backend sends
 
         def land() -> list[Tensor]:
             whole = [parameter.detach() for parameter in self.parameters]

@@ -31,14 +31,14 @@ def step_cost(
     gradients over replicas."""
     config.check(cuboid, batch, seq)
     sizes = parameter_size, compute_size
-    return _Step(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule, last).cost
+    return _CuboidStep(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule, last).cost
 
 
 #: A parameter [n, k] with the axes that cut n (before x does) and k; None cuts nothing.
 _Weight = tuple[int, int, str, str | None]
 
 
-class _Step(Counter):
+class _CuboidStep(Counter):
     """The sizes a rank holds, and one method a formula; each adds to `cost`."""
 
     def __init__(

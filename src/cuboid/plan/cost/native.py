@@ -26,7 +26,7 @@ def native_cost(
     """
     check_model(config, tp)
     check_batch(config, fsdp, tp, batch, seq)
-    return _Step(config, fsdp, tp, batch, seq, rank, ideal, reshard, size).cost
+    return _NativeStep(config, fsdp, tp, batch, seq, rank, ideal, reshard, size).cost
 
 
 def check_model(config: ModelConfig, tp: int) -> None:
@@ -55,7 +55,7 @@ def check_batch(config: ModelConfig, fsdp: int, tp: int, batch: int, seq: int) -
 _Parameter = tuple[int, int]
 
 
-class _Step(Counter):
+class _NativeStep(Counter):
     """The sizes a rank holds, and one method a formula; each adds to `cost`."""
 
     def __init__(

@@ -25,7 +25,7 @@ def one_d_cost(
     """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products. What
     is saved for backward has no formula here."""
     check(config, cuboid, batch, seq)
-    step = _Step(config, cuboid, coordinates, batch, seq, sequence, parameter_size, compute_size)
+    step = _OneDStep(config, cuboid, coordinates, batch, seq, sequence, parameter_size, compute_size)
     step.embedding()
     for _ in range(config.layers):
         step.block(recompute)
@@ -37,7 +37,7 @@ def one_d_cost(
     return step.cost
 
 
-class _Step(Counter):
+class _OneDStep(Counter):
     """The sizes a rank holds, and one method a formula; each adds to `cost`."""
 
     def __init__(

@@ -22,7 +22,7 @@ def two_d_cost(
 ) -> Cost:
     """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products."""
     check(config, cuboid, batch, seq)
-    step = _Step(config, cuboid, coordinates, batch, seq, parameter_size, compute_size)
+    step = _TwoDStep(config, cuboid, coordinates, batch, seq, parameter_size, compute_size)
     step.embedding()
     for _ in range(config.layers):
         step.block(recompute)
@@ -34,7 +34,7 @@ def two_d_cost(
     return step.cost
 
 
-class _Step(Counter):
+class _TwoDStep(Counter):
     """The sizes a rank holds, and one method a formula; each adds to `cost`."""
 
     def __init__(

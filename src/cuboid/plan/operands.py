@@ -1,0 +1,132 @@
+"""What one layer's backward holds for a moment: operands gathered, products and their sums, gradients of weights.
+
+Each method of a moment says what is held besides the activations saved, less those that are released by then.
+"""
+
+import numpy as np
+
+from cuboid.comm.transport.gloo import LEAST_ALONE
+from cuboid.plan.hardware import Hardware
+from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
+from cuboid.plan.sizes import Sizes, Weight, added
+from cuboid.plan.time import Array
+
+
+class Operands:
+    """Sizes in bytes of a candidate's rank; `saved` is what a forward leaves for backward."""
+
+    def __init__(self, hw: Hardware, work: Work, s: Sizes, choice: Choice, saved: Array) -> None:
+        self.c, self.s, self.choice, self.saved = work.config, s, choice, saved
+        self.e, self.micro_batches, self.parts = ITEMSIZE[work.precision], work.micro_batches, choice.schedule.parts
+        self.wide, self.low = max(self.e, 4), self.e < 4
+        self.g = self.wide if self.parts > 1 else self.e  # a weight's gradient: sub-batches add up in fp32
+        self.m, self.narrow, self.spread = s.m, s.m * s.d * self.e, s.m * s.f * self.e
+        self.apart = s.x > 1
+        self.elements = added(w.n * w.k for w in s.block_weights)
+        self.whole, self.shard = self.elements * self.e, sum(w.shard for w in s.block_weights) * STORED
+        self.direct = hw.direct or self.low
+        self.copying = hw.direct
+        self.way = 1 + self.received(s.x)  # a reduce-scatter over x: what is sent until it is awaited, and received
+        one = added(w.shard for w in s.block_weights) * self.e
+        filled = np.logical_or.reduce([w.shard * s.x != w.n * w.k for w in s.block_weights])
+        sent = np.maximum(one * (self.low | filled), self.copies("x", one))  # else as the shards lie
+        self.coming = np.where(self.apart, self.whole + sent, self.low * self.whole)  # a layer's, on their way
+        rows = self.m // s.y
+        self.dX = rows * s.d * self.e  # the residual stream, or its gradient
+        self.head_saved = self.dX + s.head_weight.shard * STORED
+        norm = self.dX + rows * (1 + self.c.norm_bias) * self.wide  # the last one's
+        self.layer = (saved - self.head_saved - norm - self.wide) // max(work.config.layers, 1)
+        self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
+        self.gathered = added(map(self.padded, s.block_weights)) * self.moved  # copies out of what has arrived
+        self.kept = self.gathered * (choice.policy.weights == "retain")  # of each layer
+        self.regathers = choice.policy.activations != "retain"
+
+    def padded(self, w: Weight) -> Array:
+        """A weight gathered over x, or its gradient packed: every part as long as the longest."""
+        return w.shard * self.s.x * self.e
+
+    def copies(self, axis: str, part: Array) -> Array:
+        """What gloo sends of a small part that is gathered: a copy for each rank."""
+        ranks, inside = self.s.groups[axis]
+        return self.copying * (ranks > 2) * (inside == ranks) * (part < LEAST_ALONE) * ranks * part
+
+    def received(self, axis: Array) -> Array:
+        """Of what is scattered over an axis: everyone's parts, of two ranks the other's alone; NCCL's are sums."""
+        return np.where(axis == 2, 0.5, 1.0 if self.direct else 1 / axis)
+
+    def scattered(self, axis: Array, whole: Array) -> Array:
+        """What a reduce-scatter over an axis holds: what is sent, and what is received of it."""
+        return whole * (1 + (axis > 1) * self.received(axis))
+
+    def summed(self, axis: Array, whole: Array) -> Array:
+        """The sum of parts received of `whole` bytes: of two ranks in place, unless wider. Of more ranks' parts the
+        first is widened by itself."""
+        copies = np.where(axis == 2, self.low, self.direct * (1 + self.low))
+        return (axis > 1) * copies * (whole // axis * self.wide // self.e)
+
+    def landed(self, axis: Array, whole: Array) -> Array:
+        """What is held while parts received are summed: of low precision the sum is made narrow again."""
+        sent = (axis == 2) * whole + self.low * whole // axis
+        return (axis > 1) * (self.received(axis) * whole + self.summed(axis, whole) + sent)
+
+    # Moments of a layer's backward
+
+    def dW(self, weights: Array) -> Array:
+        """Gradients of so many elements of weights; a product to be added to a wider sum is a tensor of its own."""
+        return weights * self.g
+
+    def down(self) -> Array:
+        """dY whole over y, X whole over z again, dX and what of its scatter is received, X of the product before."""
+        s, regathers = self.s, self.regathers
+        dY, dX = self.narrow * (s.y > 1), self.scattered(s.z, self.spread)
+        X, shard = self.spread * (s.z > 1) * regathers, self.spread // s.z * (s.z > 1) * regathers
+        ahead = self.narrow * (s.y > 1) * regathers
+        sent = regathers * self.copies("z", self.spread // s.z)
+        launched, one = dY + X + sent + dX + ahead, self.dW(s.f * s.d)
+        landing = ahead + one + self.landed(s.z, self.spread) - self.spread // (s.z if regathers else 1)
+        return np.maximum.reduce([launched, launched - sent - shard + one, landing])
+
+    def nonlinear(self) -> Array:
+        """dY, and of SwiGLU its silu and two gradients, of GELU one. X of the product after is gone."""
+        s, one = self.s, self.spread // self.s.z
+        X = self.spread // (s.z if self.regathers else 1)
+        ahead = self.narrow * (s.y > 1) * self.regathers
+        return one * (4 if self.c.gated else 2) + self.dW(s.f * s.d) - X + ahead
+
+    def up(self) -> Array:
+        """Gradients of all inner features side by side, whole over z; dX and X again; X of the product before."""
+        s, ups, regathers = self.s, 2 if self.c.gated else 1, self.regathers
+        inner = ups * self.spread // s.z
+        gone = self.spread // (s.z if regathers else 1) + inner  # what the two after had saved
+        X = self.narrow * (s.y > 1) * regathers
+        joined = 2 * inner + X + self.dW(s.f * s.d)
+        sent = inner * (1 + (s.z > 1) * s.z) + X + regathers * self.copies("y", self.dX) + self.dW(s.f * s.d)
+        before = self.m * s.q * self.e * (s.z > 1) * regathers
+        ended = ups * self.spread + X - X // s.y + self.scattered(s.y, self.narrow) + before
+        return np.maximum.reduce([joined, sent, ended + self.dW((1 + ups) * s.f * s.d)]) - gone
+
+    def first(self) -> Array:
+        """The layer's first product: gradients of all weights are there, activations but the norm's are gone."""
+        s = self.s
+        dY = self.m * (s.q + 2 * s.kv) * self.e
+        X = self.narrow * (s.y > 1) * self.regathers
+        left = self.dX + np.where((s.y == 1) | (not self.regathers), self.narrow, 0)
+        mine = left + dY + X + self.scattered(s.y, self.narrow) + self.dW(self.elements)
+        return mine - (self.recomputed() if self.choice.recompute == "full" else self.layer)
+
+    def computed_again(self) -> Array:
+        """In the forward of a layer that is computed again, before it ends: the MLP's inner features are summed."""
+        s, inner = self.s, self.spread * (2 if self.c.gated else 1)
+        return self.landed(s.z, inner) - inner // s.z - self.spread // (s.z if self.regathers else 1)
+
+    def recomputed(self) -> Array:
+        """What one layer saves once it has been computed again."""
+        s, c, m, e = self.s, self.c, self.m, self.e
+        retain = self.choice.policy.activations == "retain"
+        y, z = (np.ones_like(s.y), np.ones_like(s.z)) if retain else (s.y, s.z)
+        products = 2 * m * s.d // y + m * (s.q + s.f) // z
+        apart = (s.context > 1) | (retain & (s.z > 1))  # attention's output is another tensor than the next X
+        attention = m * (s.heads * (1 + apart) + 2 * s.picked * s.context) * c.head_dim
+        inner = m // s.z * s.f * (2 if c.gated else 1)
+        rows = 2 * m // s.y * (1 + c.norm_bias) + m * s.heads  # statistics of the norms, and of attention
+        return (2 * m // s.y * s.d + products + attention + inner) * e + rows * self.wide
