@@ -246,9 +246,8 @@ class Gathered:
         for bucket in self._buckets:
             mine: Gradients = [self._sums.pop(i, None) for i in bucket.index]
             if any(gradient is not None for gradient in mine):
-                for i, (gradient, shape) in enumerate(zip(mine, bucket.shapes, strict=True)):
-                    if gradient is not None and len(gradient) > shape[0]:
-                        mine[i] = gradient[: shape[0]]  # without the extra rows
+                rows = [shape[0] for shape in bucket.shapes]
+                mine = [g if g is None or len(g) == n else g[:n] for g, n in zip(mine, rows, strict=True)]
                 found.append((bucket, bucket.reduce(mine)))
         return found
 
