@@ -184,7 +184,7 @@ MUTANTS = [
     ),
     Mutant("turns by a rank's own sizes", OP, "Moved.__call__", "tokens * self.width * X.element_size()", "X.nbytes"),
     # embedding, head, loss, norm
-    Mutant("a row of another's block", EMBEDDING, "_own", "local < rows", "local <= rows"),
+    Mutant("the first row taken for another's", EMBEDDING, "_own", "local >= 0", "local > 0"),
     Mutant("a table's gradient not begun at zero", EMBEDDING, "_add_rows", "if not add:", "if False:"),
     Mutant("targets of another z", HEAD, "HeadLoss._rows", "[mesh.z.index]", "[0]"),
     Mutant("the head's gradient begun anew", HEAD, "HeadLoss.__call__", "dW if found else dW.zero_()", "dW.zero_()"),
@@ -243,7 +243,6 @@ MUTANTS = [
     ),
     # turns
     Mutant("sub-batches run away from each other", SCHEDULE, "interleave", "last[r.task] + MOST_AHEAD", "1000"),
-    Mutant("one sub-batch after another", SCHEDULE, "interleave", "-going[at].done, at", "at"),
     # messages
     Mutant("another's part of a sum for one's own", BASE, "Transport._exchange", "(first, row)", "(second, row)"),
     Mutant("sums of low precision", BASE, "Transport.reduce_scatter", "torch.float32", "torch.bfloat16"),

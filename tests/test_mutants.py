@@ -18,9 +18,11 @@ import pytest
 import test_blocks
 import test_cost
 import test_frozen
+import test_op
 import test_own_model
 import test_precision
 import test_property
+import test_reference
 import test_schedule
 import test_step
 from mutants import MUTANTS, Mutant, edited
@@ -47,6 +49,7 @@ VALUES = [
     Case(GPT2, Cuboid(1, 2, 2), 2, 12, dropout=3, recompute="full", schedule=Schedule(chunks=2)),
     Case(LLAMA.replace(kv_heads=12), Cuboid(2, 1, 2), 1, 16, Policy("retain", "retain", 40), schedule=OFF),
     Case(LLAMA, Cuboid(1, 2, 1, data=2), 4, 7, recompute="selective", micro_batches=2),
+    Case(LLAMA.replace(kv_heads=12), Cuboid(1, 2, 3), 1, 12, schedule=Schedule(chunks=4)),
     Case(LLAMA.replace(vocab=38), Cuboid(3, 1, 1), 3, 12, schedule=PREFETCH),
 ]
 
@@ -64,6 +67,10 @@ COSTS = [case for case in test_cost.CASES if case.cuboid in (Cuboid(2, 2, 1), Cu
 #: The core's tests, those that notice most first.
 CHECKS: dict[str, Check] = {
     **{f"values on {case.cuboid}": partial(same_values, case) for case in VALUES},
+    "combinators": test_op.test_combinators_match_plain_autograd,
+    "one device": partial(test_reference.test_serial_step_matches_plain_autograd, test_reference.CASES[0]),
+    "lasting weights": partial(alone, test_op.test_gathered_lasting_weight_does_not_hold_what_was_gathered_with_it),
+    "in flight": partial(alone, test_op.test_sums_keep_few_gradients_in_flight),
     "launch order": test_schedule.test_schedule_sets_collective_launch_order,
     "beside": test_schedule.test_schedule_beside_interleaves_forward_with_backward,
     "X gathered early": test_schedule.test_product_backward_gathers_next_input_early,
