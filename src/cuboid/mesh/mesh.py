@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cuboid.mesh.cuboid import AXES, Cuboid
 from cuboid.mesh.device import current
+from cuboid.mesh.gloo import Sharing, is_gloo
 from cuboid.mesh.journal import Journal, Watcher
 from cuboid.mesh.ledger import Ledger
 
@@ -70,6 +71,7 @@ class Mesh:
         self.ledger, self.watch, self._per_host, self._by_host = Ledger(), watch, per_host or world, by_host
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
+        self._sharing = Sharing(hosts=self._per_host < world)
         self._device_meshes: dict[str, DeviceMesh] = {}
         for name, size in cuboid.sizes.items():
             group = back = aside = None
@@ -117,7 +119,7 @@ class Mesh:
         hosts = Counter(rank // self._per_host for rank in ranks)
         by_host = self._by_host and len(set(hosts.values())) == 1 and back is not None
         mates = size // len(hosts) if by_host else 1
-        backend = dist.get_backend(group) if group is not None else ""
+        backend = "" if group is None else "gloo" if is_gloo(group) else dist.get_backend(group)
         books = self.ledger, self.overlap, journal
         return Axis(name, size, index, group, *books, len(hosts), back, aside, mates, backend)
 
@@ -128,12 +130,14 @@ class Mesh:
         others = tuple(name for name in self.NESTING if name != axis)
         lines = self.cuboid.array((*others, axis)).reshape(-1, size // parts)
         group, far = self._group(lines), bool(np.ptp(lines // self._per_host, axis=1).any())
-        if not far or dist.get_backend(group) != "gloo":
+        if not far or not is_gloo(group):
             return group, None, None
         return group, self._group(lines), self._group(lines) if axis == "z" else None
 
     def _group(self, lines: NDArray[np.int64]) -> dist.ProcessGroup:
-        group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=self._timeout())
+        world = dist.group.WORLD._get_backend(self.device)  # type: ignore[union-attr]
+        options = self._sharing.options(world, lines.shape[1], self._timeout())
+        group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), **options)
         assert group is not None
         self._groups.append(group)
         return group
@@ -176,3 +180,4 @@ class Mesh:
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()
+        self._sharing.close()
