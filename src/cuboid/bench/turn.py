@@ -94,6 +94,9 @@ def turn(
     try:
         with device_of(slow, world) as device:
             take_step(runner, problem, short if cold else problem.seq)
+            if device is not None and cold:
+                with device.rehearsal():
+                    take_step(runner, problem, problem.seq)
             return [timed_step(runner, problem, world, device) for _ in range(steps)]
     finally:
         runner.close()
