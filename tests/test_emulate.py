@@ -200,7 +200,7 @@ def test_slow_motion_takes_figures_noise_and_links() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("v100", "neither a preset nor a figure; presets are v100-edr"),
+        ("v100", "neither a preset nor a figure, nor is it a file"),
         ("v100-edr/fast", "the factor is 'fast'; it must be a number of at least 1"),
         ("v100-edr/0.5", "the factor is '0.5'"),
         ("fp32=2e9", "does not say stream"),

@@ -83,6 +83,8 @@ class Row:
         """Seconds a step takes by the planner, for the figures that are emulated; None: it plans no such layout."""
         if self.slow is None or self.contestant.way not in ("cuboid", "cube", "FSDP×TP"):
             return None
+        if self.slow.hardware.lacks(self.ranks):  # links are this machine's, and were not measured
+            return None
         work = Work(self.problem.config, self.problem.batch, self.problem.seq, "fp32")
         choice = Choice(policy=self.problem.policy, schedule=self.contestant.schedule(self.problem))
         overlap = self.contestant.overlap

@@ -26,8 +26,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuboid.emulate.price import seconds, tensors
+from cuboid.emulate.price import seconds
 from cuboid.plan.hardware import Hardware
+from cuboid.plan.measure import tensors
 
 UNLIMITED = 1e30  # bytes of memory
 BLOCKED = 5e-5  # seconds: whoever waits for longer has waited for a message

@@ -1,6 +1,6 @@
 """How long an operation takes on a device, by its FLOPs and bytes and the planner's formulas."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cuboid.plan.hardware import Hardware
+from cuboid.plan.measure import moved
 from cuboid.plan.time import product_seconds
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32"}
@@ -26,19 +27,9 @@ def seconds(hw: Hardware, func: Any, args: Any, kwargs: Any, made: Any) -> float
     if attention is not None:
         flops, backward, dtype = attention(*args, **kwargs)
         return float(flops / hw.rate[PRECISIONS[dtype]] / hw.attention[backward] + hw.launch)
-    moved = sum(x.numel() * x.element_size() for x in tensors((args, kwargs, made)))
-    return moved / hw.stream + hw.launch
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """All that are in it. (torch's own way round a tree takes ten times as long.)"""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors(each)
-    elif isinstance(value, dict):
-        yield from tensors(list(value.values()))
+    size, name = moved((args, kwargs, made)), str(func.overloadpacket)
+    known = hw.operations.get(name) or hw.operations.get(name.removesuffix("_"))
+    return size / known.stream + known.launch if known else size / hw.stream + hw.launch
 
 
 def _mm(a: Tensor, b: Tensor, *_: Any) -> tuple[int, int, int, int, torch.dtype]:
