@@ -15,17 +15,17 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.bench.contestant import Contestant, begin_with
-from cuboid.bench.overlap import UNSHAPED, even_rate, on_a_core, steps
+from cuboid.bench.overlap import UNSHAPED, even_rate, steps
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Report, Spread
 from cuboid.bench.turn import Times, slowest
 from cuboid.emulate.slow_motion import SlowMotion, parse
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
-from cuboid.plan.calibrate import Calibration, calibrate
+from cuboid.plan.calibrate import calibrate
 from cuboid.plan.calibrate.timing import Settings
 from cuboid.run.cluster import Cluster, try_hosts
-from cuboid.run.launch import Pool, World
+from cuboid.run.launch import Pool
 
 SHAPES = (Cuboid(2, 1, 1), Cuboid(1, 2, 1), Cuboid(1, 1, 2))
 MOST_APART = 0.1  # of the real step
@@ -64,11 +64,6 @@ class Pair:
 COLUMNS = ["cuboid", "schedule", "rate", "real", "quartiles", "waited", "emulated", "quartiles", "waited", "apart"]
 
 
-def calibrated(world: World, settings: Settings, name: str) -> Calibration | None:
-    with on_a_core(world):
-        return calibrate(world, settings, name)
-
-
 def measure(shape: Cuboid, problem: Problem, rounds: int, slow: SlowMotion, console: Console) -> list[Pair]:
     off, on = (Contestant("cuboid", shape, overlap) for overlap in (False, True))
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
@@ -100,7 +95,7 @@ def emulation(
         settings = Settings(model.replace(layers=1), max(problem.tokens // 2, 64))
         out.mkdir(parents=True, exist_ok=True)
         with Pool(2) as pool:
-            found = pool.run(calibrated, settings, "core")[0]
+            found = pool.run(calibrate, settings, "core")[0]
         found.hardware.save(path)
     slow = parse(str(path))
     report = Report("emulation", {"rounds": rounds, "figures": slow.hardware.export()})

@@ -40,8 +40,8 @@ class Calibration:
 
 def calibrate(world: World, settings: Settings, name: str) -> Calibration | None:
     """On every rank; rank 0 shows its progress and returns what was found."""
-    began, bench = time.perf_counter(), Bench(world)
     node, cores = world.local_size, cores_shared(world)
+    began, bench = time.perf_counter(), Bench(world, alone=not cores and not is_gpu(world.device))
     direct = not is_gpu(world.device)
     with told(world.rank == 0) as tell:
         tell("products")
@@ -59,7 +59,7 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
         tell("real layers")
         layers = time_layers(bench, settings)
         tell("operations, one by one")
-        operations = time_operations(bench, settings)
+        operations = {} if is_gpu(world.device) else time_operations(bench, settings, stream)
         tell("fitting")
     if world.rank:
         return None
