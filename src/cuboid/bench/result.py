@@ -24,6 +24,8 @@ from cuboid.mesh.device import gpu_names
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
 
+MOST_CPU, MOST_CPU_ROUGH = 0.15, 0.3  # of the cores' time that ranks may take beside emulated devices
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -58,6 +60,8 @@ class Row:
         """A turn's steps, as every rank timed them. The slowest rank's is the step's."""
         for last, step in zip(slowest(ranks), zip(*ranks, strict=True), strict=True):
             crossed = max(times.crossed for times in step)
+            hosts = [step[i : i + self._per_host] for i in range(0, len(step), self._per_host)]
+            inside = max(sum(times.left for times in host) - host[0].crossed for host in hosts)
             self.samples.append(
                 {
                     "step": last.step,
@@ -66,12 +70,23 @@ class Row:
                     "optimizer": last.optimizer,
                     "exposed": sum(times.exposed for times in step) / len(step),
                     "crossed": crossed,
+                    "inside": max(inside, 0),
                     "network": 8 * crossed / self.bits / last.step if self.bits else 0.0,
                     "cpu": sum(times.cpu for times in step),
                     "busy": max(times.busy for times in step),
                     "late": max(times.late for times in step),
                 }
             )
+
+    @property
+    def _per_host(self) -> int:
+        return self.slow.hardware.node if self.slow is not None else self.ranks
+
+    @property
+    def counts_as(self) -> str:
+        """Of emulated devices: "" if the ranks' own work left them alone, else how far its figures may be trusted."""
+        share = self.cpu_share
+        return "" if share <= MOST_CPU else "rough" if share <= MOST_CPU_ROUGH else "not counted"
 
     @property
     def cpu_share(self) -> float:
@@ -128,6 +143,8 @@ class Row:
             "parameter_bytes": max(count.parameters for count in self.counts),
             "emulated": str(self.slow) if self.slow is not None else None,
             "planned_seconds": self.planned,
+            "cpu_share": self.cpu_share if self.samples else None,
+            "counts_as": self.counts_as if self.samples and self.slow is not None else "",
             "spread": {name: asdict(self.spread(name)) for name in self.samples[0]} if self.samples else {},
             "samples": self.samples,
         }
