@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.bench.contestant import Contestant, begin_with
-from cuboid.bench.overlap import UNSHAPED, even_rate, steps
+from cuboid.bench.overlap import UNSHAPED, steps
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Report, Spread
 from cuboid.bench.turn import Times, slowest
@@ -67,8 +67,8 @@ COLUMNS = ["cuboid", "schedule", "rate", "real", "quartiles", "waited", "emulate
 def measure(shape: Cuboid, problem: Problem, rounds: int, slow: SlowMotion, console: Console) -> list[Pair]:
     off, on = (Contestant("cuboid", shape, overlap) for overlap in (False, True))
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
-        probe = min(slowest(pool.run(steps, off, problem, 2)), key=lambda times: times.step)
-    rate = f"{even_rate(off, problem, probe, None):.1f}mbit"
+        (probe,) = slowest(pool.run(steps, off, problem, 1, slow))
+    rate = f"{8e-6 * probe.crossed / probe.busy:.1f}mbit"
     pairs = [Pair(str(shape), name, rate, [], []) for name in ("off", "on")]
     with Cluster(shape.ranks, rate) as cluster, Pool(shape.ranks, cluster) as pool:
         for i in range(rounds):
