@@ -136,7 +136,7 @@ def bench(
         return
     if what == "emulation":
         turns = rounds or (3 if quick else 7)
-        if not emulation(turns, out, console, only, layers or 4, hidden or 512, batch or 16, emulate):
+        if not emulation(turns, out, console, only, layers or 2, hidden or 1024, batch or 32, emulate):
             raise typer.Exit(1)
         return
     if what == "cpu":

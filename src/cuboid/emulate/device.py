@@ -44,6 +44,7 @@ class Device:
     latency: float = 0.0  # seconds that a message takes besides what its links take
     slower: float = 0.0  # of its speed that it lacks: 0.1 takes 1.1 times as long
     jitter: float = 0.0  # of an operation's time, as a standard deviation
+    sends: bool = False  # a core, which sends messages itself: they take its time, as much as they take of this process
 
 
 class Outcome(NamedTuple):
@@ -72,6 +73,7 @@ class Emulated(TorchDispatchMode):
         """Begin to count anew. The device has nothing to do."""
         self.free = self.host = time.perf_counter()
         self.busy = self.exposed = self.late = 0.0
+        self._sending = self._senders()
 
     def __enter__(self) -> Self:
         emulated, wait = self, self._wait
@@ -120,15 +122,34 @@ class Emulated(TorchDispatchMode):
 
     def _launch(self, launch: Callable[[], Any]) -> Any:
         self.host += self.device.host
+        self._charge()
         ready = max(self.free, self.host)
         self._sleep_until(ready)
         self.late += max(time.perf_counter() - ready, 0.0)
-        return launch()
+        began = time.thread_time()
+        work = launch()
+        if self.device.sends:
+            self.free = ready + time.thread_time() - began
+        return work
+
+    def _senders(self) -> float:
+        """Processor seconds of this process's other threads, which send and receive."""
+        return time.process_time() - time.thread_time() if self.device.sends else 0.0
+
+    def _charge(self) -> None:
+        """Those since the last time, during which the device was at work."""
+        now = self._senders()
+        self.free += now - self._sending
+        self._sending = now
 
     def _await(self, wait: Callable[[], Any], done: bool) -> Any:
+        self._charge()
         before = time.perf_counter()
         result = wait()
         landed = time.perf_counter()
+        if landed < self.free:
+            self._charge()
+        self._sending = self._senders()
         if not done and landed - before > BLOCKED:
             landed += self.device.latency
             self.exposed += max(landed - self.free, 0.0)

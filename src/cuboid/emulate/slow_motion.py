@@ -162,6 +162,7 @@ def parse(text: str) -> SlowMotion:
         host=_number("host", given.get("host", str(host)), 0.0),
         latency=_number("latency", given.get("latency", "0"), 0.0),
         jitter=_number("jitter", given.get("jitter", "0"), 0.0),
+        sends=bool(hw.operations),
     )
     stragglers = tuple((i, _number(f"rank{i}", share, 0.0)) for i, share in _numbered("rank", given))
     return SlowMotion(hw, factor, shrink, device, links, stragglers)
