@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuboid.emulate.price import seconds
+from cuboid.emulate.result import ALLOCATIONS, VIEWS, has_floats, maker, signature
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.measure import tensors
 
@@ -188,7 +189,7 @@ class Emulated(TorchDispatchMode):
         if not self._rehearsing:
             return self._launch(lambda: func(*args, **kwargs))
         if func.namespace == "_c10d_functional":
-            make, _ = _maker(func, args, kwargs)
+            make, _ = maker(func, args, kwargs)
             assert make is not None
             return make(args, kwargs)
         work = FakeWork().boxed()
@@ -199,7 +200,7 @@ class Emulated(TorchDispatchMode):
         return 1.0 if args[0].is_floating_point() else func(*args)
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        key = (func, _signature(args), _signature(kwargs) if kwargs else ())
+        key = (func, signature(args), signature(kwargs) if kwargs else ())
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._outcome(func, args, kwargs)
@@ -211,8 +212,8 @@ class Emulated(TorchDispatchMode):
         return made if func._schema.is_mutable else self._hold(made)
 
     def _outcome(self, func: Any, args: Any, kwargs: Any) -> Outcome:
-        make, made = _maker(func, args, kwargs)
-        if make is None or not _has_floats((args, kwargs, made)):
+        make, made = maker(func, args, kwargs)
+        if make is None or not has_floats((args, kwargs, made)):
             return Outcome(0.0, None)
         return Outcome(seconds(self._hw, func, args, kwargs, made), make)
 
@@ -240,76 +241,3 @@ class Emulated(TorchDispatchMode):
                 f"the emulated device has {self._hw.memory:,.0f} bytes, of which {self._used:,} are taken; "
                 f"{more:,} more do not fit"
             )
-
-
-def _signature(value: Any) -> Hashable:
-    kind = type(value)
-    if kind is Tensor or isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if kind is tuple or kind is list:
-        return tuple([_signature(each) for each in value])
-    if kind is dict:
-        return tuple([(name, _signature(each)) for name, each in value.items()])
-    return kind, value if isinstance(value, Hashable) else repr(value)
-
-
-def _has_floats(values: Any) -> bool:
-    return any(each.is_floating_point() for each in tensors(values))
-
-
-def _maker(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[Any, Any], Any] | None, Any]:
-    """How to make what an operation returns without doing it, and one example of what it makes anew."""
-    if func._schema.is_mutable:
-        return _written(func._schema), None
-
-    def on_meta(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        return torch.device("meta") if isinstance(x, torch.device) else x
-
-    try:
-        template = func(*_mapped(on_meta, args), **_mapped(on_meta, kwargs))
-    except RuntimeError:  # NotImplementedError among them: shapes alone do not tell
-        return None, None
-
-    def fresh(x: Any) -> Any:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, Tensor) else x
-
-    if isinstance(template, Tensor):
-        shape, stride, dtype = template.shape, template.stride(), template.dtype
-        return lambda args, kwargs: torch.empty_strided(shape, stride, dtype=dtype), template
-    return lambda args, kwargs: _mapped(fresh, template), template
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """With every leaf changed."""
-    if type(value) in (list, tuple):
-        return type(value)([_mapped(change, each) for each in value])
-    if type(value) is dict:
-        return {name: _mapped(change, each) for name, each in value.items()}
-    return change(value)
-
-
-def _written(schema: Any) -> Callable[[Any, Any], Any]:
-    """Of an operation that writes to its arguments: those that it returns."""
-    names = [argument.name for argument in schema.arguments]
-    aliases = {frozenset(a.alias_info.before_set): a.name for a in schema.arguments if a.alias_info is not None}
-    wanted = [aliases[frozenset(r.alias_info.before_set)] for r in schema.returns if r.alias_info is not None]
-
-    def take(args: Any, kwargs: Any) -> Any:
-        found = [kwargs[name] if name in kwargs else args[names.index(name)] for name in wanted]
-        return None if not found else found[0] if len(found) == 1 else tuple(found)
-
-    return take
-
-
-#: They touch no memory, and what they make is new.
-ALLOCATIONS = {
-    aten.empty.memory_format,
-    aten.empty_strided.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
-#: They touch no memory, though their schemas do not say that they are views.
-VIEWS = {aten.detach.default, aten._unsafe_view.default, aten.lift_fresh.default, aten.is_same_size.default}
