@@ -11,15 +11,18 @@ from tiny import Cuboid as Command
 from tiny import on, sets, settings, write_text
 
 from cuboid.bench.contestant import Contestant, every
+from cuboid.bench.emulation import Pair
 from cuboid.bench.problem import Problem
-from cuboid.bench.turn import count, turn
+from cuboid.bench.turn import Times, count, turn
 from cuboid.emulate.device import Device, Emulated
-from cuboid.emulate.slow_motion import SlowMotion, parse
+from cuboid.emulate.slow_motion import SlowMotion, parse, slowed
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
+from cuboid.plan.calibrate.operations import Timed, lines
+from cuboid.plan.hardware import PRESETS, Operation
 from cuboid.run.launch import Pool, World
 
 Pools = Callable[[int], Pool]
@@ -87,6 +90,36 @@ def test_emulated_device_can_be_slow_and_uneven() -> None:
     assert busy(slower=0.2) == pytest.approx(1.2 * busy())
     assert busy(jitter=0.1) == pytest.approx(busy(), rel=0.03)
     assert busy(jitter=0.1) != busy()
+
+
+def test_emulated_device_prices_measured_operations_by_their_own_figures() -> None:
+    figures = replace(SLOW.hardware, operations={"aten.gelu": Operation(0.5, 1e6), "aten.mul": Operation(0.25, 1e30)})
+    x = torch.zeros(1000)
+    for operate, seconds in (
+        (lambda: torch.nn.functional.gelu(x), 0.5 + 8000 / 1e6),
+        (lambda: x.mul_(2.0), 0.25),  # as the one that is not in place
+        (lambda: x + x, 12000 / 1e8 + 1e-3),  # not measured
+    ):
+        with Emulated(Device(figures)) as device:
+            operate()
+        assert device.busy == pytest.approx(seconds)
+
+
+def rehearsed(world: World) -> tuple[float, float]:
+    """The first rank alone takes part in a collective that nobody else knows of."""
+    with emulated() as device:
+        if world.rank == 0:
+            with device.rehearsal():
+                whole = torch.empty(200)
+                work = torch.distributed.all_gather_single(whole, whole[:100] + 1, async_op=True)
+                assert work is not None
+                work.wait()
+                (whole @ whole).item()
+        return device.busy, device.exposed
+
+
+def test_emulated_device_rehearsal_sends_nothing_and_takes_no_time(pool: Pools) -> None:
+    assert pool(2).run(rehearsed) == [(0.0, 0.0)] * 2
 
 
 # Values and memory
@@ -197,10 +230,37 @@ def test_slow_motion_takes_figures_noise_and_links() -> None:
     assert (links.of_host(1), links.of_host(0), links.group, links.uplink) == ("5mbit", "50mbit", 2, "9mbit")
 
 
+def test_slow_motion_takes_a_calibration_file(tmp_path: Path) -> None:
+    figures = replace(PRESETS["cpu"], name="mine", operations={"aten.gelu": Operation(1e-3, 1e9)})
+    figures.save(tmp_path / "mine.json")
+    found = parse(f"{tmp_path}/mine.json,between=50mbit")
+    assert found.hardware.rate == figures.rate
+    assert found.hardware.operations == figures.operations
+    assert (found.factor, found.device.host, found.links.inside, found.links.between) == (1.0, 0.0, "", "50mbit")
+    assert slowed(figures, 10.0).operations == {"aten.gelu": Operation(1e-2, 1e8)}
+
+
+def test_calibrate_lines_tell_launch_from_stream() -> None:
+    few, many = (Timed("aten.gelu", size, 1e-4 + size / 1e9) for size in (1 << 16, 1 << 22))
+    small = [Timed("aten.div", 8, 3e-6), Timed("aten.div", 16, 5e-6), Timed("aten.div", 8, 4e-6)]
+    found = lines([few, many, *small], 1e-5, 2e9)
+    assert found["aten.gelu"].launch == pytest.approx(1.1e-4)
+    assert found["aten.gelu"].stream == pytest.approx(1e9)
+    assert found["aten.div"] == Operation(pytest.approx(1.4e-5), pytest.approx(2e9))
+
+
+def test_bench_emulation_compares_medians() -> None:
+    real = [Times(step, 0.0, 0.0, 0.0, 0, 0.0, 0.0) for step in (1.0, 9.0, 2.0)]
+    emulated = [Times(step, 0.0, 0.0, 0.0, 0, 0.0, 0.0) for step in (2.3, 0.1, 2.2)]
+    pair = Pair("(2,1,1)", "on", "10mbit", real, emulated)
+    assert pair.apart == pytest.approx(0.1)
+    assert pair.export()["apart"] == pair.apart
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("v100", "neither a preset nor a figure; presets are v100-edr"),
+        ("v100", "neither a preset nor a figure, nor is it a file"),
         ("v100-edr/fast", "the factor is 'fast'; it must be a number of at least 1"),
         ("v100-edr/0.5", "the factor is '0.5'"),
         ("fp32=2e9", "does not say stream"),

@@ -1,6 +1,7 @@
 """Ranks and coordinates, every cuboid of a count, and the groups a rank is in."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,3 +89,23 @@ def test_mesh_alone_needs_no_process_group() -> None:
     mesh = Mesh(Cuboid(), alone=True)
     assert mesh.device == torch.device("cpu")
     assert all(getattr(mesh, axis).group is None for axis in AXES)
+
+
+def loops(world: World, shape: Cuboid) -> int:
+    """How many threads of gloo's look for messages because of a mesh's groups."""
+
+    def found() -> int:
+        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        return names.count("gloo_tcp_loop")
+
+    before, mesh = found(), Mesh(shape, world.rank)
+    gathered = [dist.get_world_size(axis.group) for axis in (mesh.x, mesh.y) if axis.group is not None]
+    assert gathered == [2, 2]
+    more = found() - before
+    mesh.close()
+    return more
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux shows them")
+def test_mesh_groups_share_one_gloo_device(pool: Callable[[int], Pool]) -> None:
+    assert pool(4).run(loops, Cuboid(2, 2, 1)) == [1] * 4

@@ -167,7 +167,7 @@ def measure(
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
         probe = min(slowest(pool.run(steps, off, problem, 2, slow)), key=lambda times: times.step)
         told = pool.run(messages, on, problem, slow)
-        tcps = [sum(ranks) for ranks in zip(*pool.run(bare, shape, told, 3), strict=True)]
+        tcps = [sum(ranks) for ranks in zip(*pool.run(bare, shape, told, 3), strict=True)] if slow is None else [0.0]
     sent = max(sum(message.bytes for message in rank) for rank in told)
     found, traces = [], {}
     even = even_rate(off, problem, probe, slow) if apart else 8e-6 * probe.crossed / probe.step
@@ -225,8 +225,9 @@ def overlap(
         if traces:
             draw(traces, path)
     where = f", {slow.without_links()}" if slow is not None else ""
-    table = Table(*COLUMNS, title=f"Seconds a step, schedule off and on{where}", title_justify="left")
+    columns = COLUMNS if slow is None else COLUMNS[:-3]  # an emulated device has no CPU seconds, nor traces
+    table = Table(*columns, title=f"Seconds a step, schedule off and on{where}", title_justify="left")
     for each in found:
-        table.add_row(*each.cells())
+        table.add_row(*each.cells()[: len(columns)])
     console.print(table)
     return found

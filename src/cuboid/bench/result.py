@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+import numpy as np
 import torch
 
 from cuboid import __version__
@@ -21,8 +22,13 @@ from cuboid.bench.problem import Problem
 from cuboid.bench.turn import Count, Times, slowest
 from cuboid.device import gpu_names
 from cuboid.emulate.slow_motion import SlowMotion
+from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
+from cuboid.plan.sizes import groups
+from cuboid.plan.time import collective_seconds
+
+MOST_CPU, MOST_CPU_ROUGH = 0.15, 0.3  # of the cores' time that ranks may take beside emulated devices
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,8 @@ class Row:
         """A turn's steps, as every rank timed them. The slowest rank's is the step's."""
         for last, step in zip(slowest(ranks), zip(*ranks, strict=True), strict=True):
             crossed = max(times.crossed for times in step)
+            hosts = [step[i : i + self._per_host] for i in range(0, len(step), self._per_host)]
+            inside = max(sum(times.left for times in host) - host[0].crossed for host in hosts)
             self.samples.append(
                 {
                     "step": last.step,
@@ -66,12 +74,23 @@ class Row:
                     "optimizer": last.optimizer,
                     "exposed": sum(times.exposed for times in step) / len(step),
                     "crossed": crossed,
+                    "inside": max(inside, 0),
                     "network": 8 * crossed / self.bits / last.step if self.bits else 0.0,
                     "cpu": sum(times.cpu for times in step),
                     "busy": max(times.busy for times in step),
                     "late": max(times.late for times in step),
                 }
             )
+
+    @property
+    def _per_host(self) -> int:
+        return self.slow.hardware.node if self.slow is not None else self.ranks
+
+    @property
+    def counts_as(self) -> str:
+        """Of emulated devices: "" if the ranks' own work left them alone, else how far its figures may be trusted."""
+        share = self.cpu_share
+        return "" if share <= MOST_CPU else "rough" if share <= MOST_CPU_ROUGH else "not counted"
 
     @property
     def cpu_share(self) -> float:
@@ -81,12 +100,26 @@ class Row:
     @property
     def planned(self) -> float | None:
         """Seconds a step takes by the planner, for the figures that are emulated; None: it plans no such layout."""
-        if self.slow is None or self.contestant.way not in ("cuboid", "cube", "FSDP×TP"):
+        if self.slow is None or self.slow.hardware.lacks(self.ranks):  # links are this machine's, and were not measured
+            return None
+        if self.contestant.way == "1-D" and self.samples:
+            return self.spread("busy").median + self._sending(self.slow.hardware)
+        if self.contestant.way not in ("cuboid", "cube", "FSDP×TP"):
             return None
         work = Work(self.problem.config, self.problem.batch, self.problem.seq, "fp32")
         choice = Choice(policy=self.problem.policy, schedule=self.contestant.schedule(self.problem))
         overlap = self.contestant.overlap
         return predict(self.slow.hardware, work, self.contestant.shape, choice, overlap=overlap).seconds
+
+    def _sending(self, hw: Hardware) -> float:
+        """Seconds of all collectives of the first rank by the planner's formulas, one after another."""
+        found, total = groups([self.contestant.shape], np.ones(1, dtype=np.int64), hw.node), 0.0
+        for axis, kinds in self.counts[0].predicted.items():
+            p = int(found[axis].size[0])
+            for kind, (calls, sent) in kinds.items():
+                whole = np.array([sent * p / (p - 1) / calls / (2 if kind == "all_reduce" else 1)])
+                total += calls * float(collective_seconds(hw, kind, found[axis], whole, direct=False)[0])
+        return total
 
     def spread(self, name: str) -> Spread:
         return Spread.of([sample[name] for sample in self.samples])
@@ -126,6 +159,8 @@ class Row:
             "parameter_bytes": max(count.parameters for count in self.counts),
             "emulated": str(self.slow) if self.slow is not None else None,
             "planned_seconds": self.planned,
+            "cpu_share": self.cpu_share if self.samples else None,
+            "counts_as": self.counts_as if self.samples and self.slow is not None else "",
             "spread": {name: asdict(self.spread(name)) for name in self.samples[0]} if self.samples else {},
             "samples": self.samples,
         }

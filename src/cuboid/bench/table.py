@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.bench.result import Result, Row
+from cuboid.bench.result import MOST_CPU, Result, Row
 from cuboid.train.progress import quantity
 
 LEAST_NETWORK = 0.7  # of a step that bytes ÷ rate must explain for its ratios to speak of the network
-MOST_CPU, MOST_CPU_ROUGH = 0.15, 0.3  # of the cores' time that ranks may take beside emulated devices; if quick
 
 
 def show(result: Result, console: Console) -> None:
@@ -48,27 +47,29 @@ def _slow_table(rows: Sequence[Row], title: str) -> Table:
     def more(row: Row) -> list[str]:
         step = row.spread("step").median
         shares = [f"{row.spread(part).median / step:.0%}" for part in ("busy", "exposed")]
-        sent = [quantity(row.sent), quantity(row.spread("crossed").median)]
-        return [*shares, *sent, "–" if row.planned is None else f"{row.planned:.3g}", f"{row.cpu_share:.0%}"]
+        levels = [row.sent, row.spread("inside").median, row.spread("crossed").median]
+        sent = [quantity(each) if each else "–" for each in levels]
+        planned = "–" if row.planned is None else f"{row.planned:.3g}"
+        return [*shares, *sent, planned, f"{row.cpu_share:.0%} {row.counts_as}".strip()]
 
-    return _framed(["busy", "exposed", "sent", "crossed", "planned", "CPU"], rows, more, title)
+    return _framed(["busy", "exposed", "sent", "inside", "crossed", "planned", "CPU"], rows, more, title)
 
 
 def _slow_remarks(rows: Sequence[Row]) -> list[str]:
     lines = [
         "Emulated devices: local work is timed, not done; messages are real. Seconds a step; busy, exposed: of the "
-        "step, a device computing and waiting for messages; sent: bytes of a rank; crossed: bytes the busiest host "
-        "sent to others; planned: seconds by cuboid plan for the same figures; CPU: of the cores' time, the ranks' own."
+        "step, a device computing and waiting for messages; sent: bytes of a rank; inside, crossed: bytes the "
+        "busiest host's ranks sent to one another and to other hosts; planned: seconds by cuboid plan for the same "
+        "figures, of 1-D its operations and collectives one after another; CPU: of the cores' time, the ranks' own."
     ]
     wrong = [row.contestant.name for row in rows if not row.as_predicted]
     lines.append(f"Bytes differ from the formula: {', '.join(wrong)}." if wrong else "Bytes equal the formula's.")
-    busiest = max(rows, key=lambda row: row.cpu_share)
-    if busiest.cpu_share > MOST_CPU:
-        how = "rough" if busiest.cpu_share <= MOST_CPU_ROUGH else "not to be counted"
-        lines.append(
-            f"The ranks' own work took {busiest.cpu_share:.0%} of the cores' time ({busiest.contestant.name}), more "
-            f"than {MOST_CPU:.0%}: these figures are {how}; use a larger factor."
-        )
+    for how in ("rough", "not counted"):
+        names = ", ".join(row.contestant.name for row in rows if row.counts_as == how)
+        if names:
+            lines.append(
+                f"{how.capitalize()}: {names}: the ranks' own work took more than {MOST_CPU:.0%}; use a larger factor."
+            )
     return lines
 
 

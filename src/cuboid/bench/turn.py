@@ -44,6 +44,7 @@ class Times:
     began: float  # by `time.perf_counter`
     busy: float = 0.0  # of an emulated device
     late: float = 0.0  # by which messages left later than an emulated device would have sent them
+    left: int = 0  # bytes that left this rank for others, on its host or not; 0 where ranks share their host's loopback
 
     @property
     def step(self) -> float:
@@ -94,6 +95,9 @@ def turn(
     try:
         with device_of(slow, world) as device:
             take_step(runner, problem, short if cold else problem.seq)
+            if device is not None and cold:
+                with device.rehearsal():
+                    take_step(runner, problem, problem.seq)
             return [timed_step(runner, problem, world, device) for _ in range(steps)]
     finally:
         runner.close()
@@ -115,7 +119,7 @@ def timed_step(runner: Runner, problem: Problem, world: World, device: Emulated 
     runner.ledger.reset()
     now(device)
     dist.barrier()
-    before = sent_to_others(world)
+    before, own = sent_to_others(world), sent_by(world)
     dist.barrier()
     if device is not None:
         device.reset()
@@ -129,10 +133,10 @@ def timed_step(runner: Runner, problem: Problem, world: World, device: Emulated 
     cpu = time.process_time() - cpu
     found = (runner.ledger.exposed(), 0.0, 0.0) if device is None else (device.exposed, device.busy, device.late)
     dist.barrier()
-    crossed = sent_to_others(world) - before
+    crossed, left = sent_to_others(world) - before, sent_by(world) - own
     forward, backward, optimizer = (stop - start for start, stop in pairwise(marks))
     exposed, busy, late = found
-    return Times(forward, backward, optimizer, exposed, crossed, cpu, marks[0], busy, late)
+    return Times(forward, backward, optimizer, exposed, crossed, cpu, marks[0], busy, late, left)
 
 
 def now(device: Emulated | None = None) -> float:
@@ -142,6 +146,11 @@ def now(device: Emulated | None = None) -> float:
     else:
         synchronize()
     return time.perf_counter()
+
+
+def sent_by(world: World) -> int:
+    """By this rank so far, if its link inside the host is shaped: it then has a network device of its own."""
+    return world.host.sent_by_rank() if world.host is not None and world.host.uplink[0] else 0
 
 
 def sent_to_others(world: World) -> int:

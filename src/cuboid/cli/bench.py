@@ -11,6 +11,7 @@ from rich.console import Console
 from cuboid.bench.accuracy import accuracy
 from cuboid.bench.contestant import begin_with, every, possible, scaling
 from cuboid.bench.cpu import cpu
+from cuboid.bench.emulation import emulation
 from cuboid.bench.overlap import overlap
 from cuboid.bench.plot import draw
 from cuboid.bench.problem import Problem
@@ -65,6 +66,7 @@ COMMON = {"quick", "out"}
 TAKES = {
     **dict.fromkeys(SETTINGS, TIMED),
     "overlap": {"rounds", "only", "layers", "hidden", "batch", "activations", "weights", "emulate"},
+    "emulation": {"rounds", "only", "layers", "hidden", "batch", "emulate"},
     "cpu": {"ranks", "rounds", "only", "hidden"},
     "accuracy": {"steps", "only"},
 }
@@ -77,7 +79,8 @@ def bench(
         typer.Argument(
             help="strong: one problem on more and more ranks. weak: a problem that grows with the ranks. layouts: "
             "every layout and cuboid of one number of ranks. overlap: the schedule on and off, on two hosts and on "
-            "eight. cpu: CPU seconds of every cuboid against one device's. accuracy: loss curves of 1-D, 2-D and 3-D "
+            "eight. emulation: steps on two cores against emulated devices. cpu: CPU seconds of every cuboid against "
+            "one device's. accuracy: loss curves of 1-D, 2-D and 3-D "
             "on one text."
         ),
     ],
@@ -104,7 +107,10 @@ def bench(
     ] = "regather",
     emulate: Annotated[
         str,
-        typer.Option(help="Emulated devices and links: a preset slowed down, such as v100-edr/2000, or figures."),
+        typer.Option(
+            help="Emulated devices and links: a preset slowed down, such as v100-edr/2000, figures, or a file of "
+            "cuboid calibrate."
+        ),
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer: minutes, and rough.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the pictures.")] = Path("bench"),
@@ -127,6 +133,11 @@ def bench(
     if what == "overlap":
         turns = rounds or (2 if quick else 5)
         overlap(turns, out, console, only, policy, layers or 8, hidden or 1024, batch or 16, slow)
+        return
+    if what == "emulation":
+        turns = rounds or (3 if quick else 7)
+        if not emulation(turns, out, console, only, layers or 2, hidden or 1024, batch or 32, emulate):
+            raise typer.Exit(1)
         return
     if what == "cpu":
         size, *more = _whole_numbers(ranks or "8")

@@ -12,25 +12,28 @@ a message starts when that has arrived; the time from `free` until then is expos
 real and take no time. The mode works below any library, so all are slowed down alike.
 """
 
+import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from cuboid.emulate.price import seconds
+from cuboid.emulate.result import ALLOCATIONS, VIEWS, has_floats, maker, signature
 from cuboid.plan.hardware import Hardware
-from cuboid.plan.time import product_seconds
+from cuboid.plan.measure import tensors
 
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32"}
 UNLIMITED = 1e30  # bytes of memory
+FIRST = -20  # niceness: before all others
 BLOCKED = 5e-5  # seconds: whoever waits for longer has waited for a message
 aten = torch.ops.aten
 
@@ -44,6 +47,7 @@ class Device:
     latency: float = 0.0  # seconds that a message takes besides what its links take
     slower: float = 0.0  # of its speed that it lacks: 0.1 takes 1.1 times as long
     jitter: float = 0.0  # of an operation's time, as a standard deviation
+    sends: bool = False  # a core, which sends messages itself: they take its time, as much as they take of this process
 
 
 class Outcome(NamedTuple):
@@ -61,16 +65,18 @@ class Emulated(TorchDispatchMode):
         super().__init__()
         self.device, self._hw = device, device.figures
         self._dice = random.Random(seed)
+        self._handlers: dict[Any, Callable[..., Any]] = {}
         self._known: dict[Hashable, Outcome] = {}
-        self._held: dict[int, int] = {}  # bytes of each storage that is alive
-        self._used = 0
-        self._wait = dist.Work.wait
+        self._used, self._held = 0, list[weakref.ref[torch.UntypedStorage]]()  # no less than is alive, and all that is
+        self._wait, self._niceness = dist.Work.wait, os.getpriority(os.PRIO_PROCESS, 0)
+        self._rehearsing = False
         self.reset()
 
     def reset(self) -> None:
         """Begin to count anew. The device has nothing to do."""
         self.free = self.host = time.perf_counter()
         self.busy = self.exposed = self.late = 0.0
+        self._sending = self._senders()
 
     def __enter__(self) -> Self:
         emulated, wait = self, self._wait
@@ -79,42 +85,76 @@ class Emulated(TorchDispatchMode):
             return emulated._await(lambda: wait(work, *args, **options), work.is_completed())
 
         dist.Work.wait = wait_and_note  # type: ignore[method-assign, assignment]
+        _hurry(FIRST)
         super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         dist.Work.wait = self._wait  # type: ignore[method-assign]
+        _hurry(self._niceness)
 
     def synchronize(self) -> None:
         """The host waits for the device."""
         self._sleep_until(self.free)
         self.host = max(self.host, self.free)
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within it nothing is sent and nobody sleeps: what operations cost and make is found out once, beforehand."""
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+            self.reset()
+
     # time
 
     def _operate(self, seconds: float) -> None:
-        slow = (1 + self.device.slower) * max(1 + self.device.jitter * self._dice.gauss(), 0.0)
-        self.host += self.device.host
-        self.free = max(self.free, self.host) + seconds * slow
-        self.busy += seconds * slow
+        device = self.device
+        seconds *= 1 + device.slower
+        if device.jitter:
+            seconds *= max(1 + device.jitter * self._dice.gauss(), 0.0)
+        self.host += device.host
+        self.free = max(self.free, self.host) + seconds
+        self.busy += seconds
 
     def _sleep_until(self, moment: float) -> None:
         left = moment - time.perf_counter()
-        if left > 0:
+        if left > 0 and not self._rehearsing:
             time.sleep(left)
 
     def _launch(self, launch: Callable[[], Any]) -> Any:
         self.host += self.device.host
+        self._charge()
         ready = max(self.free, self.host)
         self._sleep_until(ready)
         self.late += max(time.perf_counter() - ready, 0.0)
-        return launch()
+        began = time.thread_time()
+        work = launch()
+        if self.device.sends:
+            self.free = ready + time.thread_time() - began
+        return work
+
+    def _senders(self) -> float:
+        """Processor seconds of this process's other threads, which send and receive."""
+        return time.process_time() - time.thread_time() if self.device.sends else 0.0
+
+    def _charge(self) -> None:
+        """Those since the last time, during which the device was at work."""
+        now = self._senders()
+        self.free += now - self._sending
+        self._sending = now
 
     def _await(self, wait: Callable[[], Any], done: bool) -> Any:
+        self._charge()
         before = time.perf_counter()
         result = wait()
         landed = time.perf_counter()
+        if landed < self.free:
+            self._charge()
+        self._sending = self._senders()
         if not done and landed - before > BLOCKED:
             landed += self.device.latency
             self.exposed += max(landed - self.free, 0.0)
@@ -123,174 +163,93 @@ class Emulated(TorchDispatchMode):
 
     # operations
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to say so takes a third of an operation's time
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(each, "__tensor_flatten__") for each in types):
-            return NotImplemented  # a wrapper such as DTensor: it comes again with the tensors inside
-        kwargs = kwargs or {}
+        for each in types:
+            if hasattr(each, "__tensor_flatten__"):
+                return NotImplemented  # a wrapper such as DTensor: it comes again with the tensors inside
+        handle = self._handlers.get(func)
+        if handle is None:
+            handle = self._handlers[func] = self._handler(func)
+        return handle(func, args, kwargs or {})
+
+    def _handler(self, func: Any) -> Callable[..., Any]:
         if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.partition("::")[2]
-            if name == "wait_tensor":
-                return self._await(lambda: func(*args, **kwargs), done=False)
-            return self._launch(lambda: func(*args, **kwargs))
+            if func._schema.name.endswith("::wait_tensor"):
+                return lambda func, args, kwargs: self._await(lambda: func(*args, **kwargs), done=False)
+            return self._send
         if func is aten._local_scalar_dense.default:
-            self.synchronize()
-            return 1.0 if args[0].is_floating_point() else func(*args)
-        if func.is_view or func.namespace != "aten":
-            return func(*args, **kwargs)
-        key = (func, _signature(args), _signature(kwargs))
+            return self._read
+        if func.is_view or func.namespace != "aten" or func in VIEWS:
+            return lambda func, args, kwargs: func(*args, **kwargs)
+        if func in ALLOCATIONS:
+            return lambda func, args, kwargs: self._hold(func(*args, **kwargs))
+        return self._compute
+
+    def _send(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self._rehearsing:
+            return self._launch(lambda: func(*args, **kwargs))
+        if func.namespace == "_c10d_functional":
+            make, _ = maker(func, args, kwargs)
+            assert make is not None
+            return make(args, kwargs)
+        work = FakeWork().boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.synchronize()
+        return 1.0 if args[0].is_floating_point() else func(*args)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        key = (func, signature(args), signature(kwargs) if kwargs else ())
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._outcome(func, args, kwargs)
         if found.seconds:
             self._operate(found.seconds)
-        made = func(*args, **kwargs) if found.make is None else found.make(args, kwargs)
-        if self._hw.memory < UNLIMITED:
-            self._hold(made)
-        return made
+        if found.make is None:
+            return self._hold(func(*args, **kwargs))
+        made = found.make(args, kwargs)
+        return made if func._schema.is_mutable else self._hold(made)
 
     def _outcome(self, func: Any, args: Any, kwargs: Any) -> Outcome:
-        if func in ALLOCATIONS:
+        make, made = maker(func, args, kwargs)
+        if make is None or not has_floats((args, kwargs, made)):
             return Outcome(0.0, None)
-        make, made = _maker(func, args, kwargs)
-        if make is None or not _has_floats((args, kwargs, made)):
-            return Outcome(0.0, None)
-        return Outcome(self._seconds(func, args, kwargs, made), make)
-
-    def _seconds(self, func: Any, args: Any, kwargs: Any, made: Any) -> float:
-        shapes = PRODUCTS.get(func.overloadpacket)
-        if shapes is not None:
-            times, m, n, k, dtype = shapes(*args)
-            rows, columns, depth = (np.array([float(side)]) for side in (m, n, k))
-            one = product_seconds(self._hw, PRECISIONS[dtype], rows, columns, depth, dtype.itemsize)
-            return times * float(one[0])
-        attention = ATTENTION.get(func.overloadpacket)
-        if attention is not None:
-            flops, backward, dtype = attention(*args, **kwargs)
-            return float(flops / self._hw.rate[PRECISIONS[dtype]] / self._hw.attention[backward] + self._hw.launch)
-        moved = sum(x.numel() * x.element_size() for x in tree_leaves((args, kwargs, made)) if isinstance(x, Tensor))
-        return moved / self._hw.stream + self._hw.launch
+        return Outcome(seconds(self._hw, func, args, kwargs, made), make)
 
     # memory
 
-    def _hold(self, made: Any) -> None:
-        for each in tree_leaves(made):
-            storage = each.untyped_storage() if isinstance(each, Tensor) else None
-            if storage is None or not storage.nbytes() or storage._cdata in self._held:
-                continue
+    def _hold(self, made: Any) -> Any:
+        """Count what was made. What is gone by then is found out only when it would not fit otherwise."""
+        if self._hw.memory >= UNLIMITED:
+            return made
+        for each in (made,) if isinstance(made, Tensor) else tensors(made):
+            storage = each.untyped_storage()
             size = storage.nbytes()
             if self._used + size > self._hw.memory:
-                raise torch.OutOfMemoryError(
-                    f"the emulated device has {self._hw.memory:,.0f} bytes, of which {self._used:,} are taken; "
-                    f"{size:,} more do not fit"
-                )
+                self._count_held(size)
             self._used += size
-            self._held[storage._cdata] = size
-            weakref.finalize(storage, self._release, storage._cdata)
+            self._held.append(weakref.ref(storage))
+        return made
 
-    def _release(self, which: int) -> None:
-        self._used -= self._held.pop(which)
-
-
-def _signature(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, list | tuple):
-        return tuple(map(_signature, value))
-    if isinstance(value, dict):
-        return tuple((name, _signature(each)) for name, each in value.items())
-    return type(value), value if isinstance(value, Hashable) else repr(value)
+    def _count_held(self, more: int) -> None:
+        alive = {storage._cdata: storage for ref in self._held if (storage := ref()) is not None}
+        self._held = [weakref.ref(storage) for storage in alive.values()]
+        self._used = sum(storage.nbytes() for storage in alive.values())
+        if self._used + more > self._hw.memory:
+            raise torch.OutOfMemoryError(
+                f"the emulated device has {self._hw.memory:,.0f} bytes, of which {self._used:,} are taken; "
+                f"{more:,} more do not fit"
+            )
 
 
-def _has_floats(values: Any) -> bool:
-    return any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves(values))
-
-
-def _maker(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[Any, Any], Any] | None, Any]:
-    """How to make what an operation returns without doing it, and one example of what it makes anew."""
-    if func._schema.is_mutable:
-        return _written(func._schema), None
-
-    def on_meta(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        return torch.device("meta") if isinstance(x, torch.device) else x
-
-    try:
-        template = func(*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
-    except RuntimeError:  # NotImplementedError among them: shapes alone do not tell
-        return None, None
-
-    def fresh(x: Any) -> Any:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, Tensor) else x
-
-    if isinstance(template, Tensor):
-        shape, stride, dtype = template.shape, template.stride(), template.dtype
-        return lambda args, kwargs: torch.empty_strided(shape, stride, dtype=dtype), template
-    return lambda args, kwargs: tree_map(fresh, template), template
-
-
-def _written(schema: Any) -> Callable[[Any, Any], Any]:
-    """Of an operation that writes to its arguments: those that it returns."""
-    names = [argument.name for argument in schema.arguments]
-    aliases = {frozenset(a.alias_info.before_set): a.name for a in schema.arguments if a.alias_info is not None}
-    wanted = [aliases[frozenset(r.alias_info.before_set)] for r in schema.returns if r.alias_info is not None]
-
-    def take(args: Any, kwargs: Any) -> Any:
-        found = [kwargs[name] if name in kwargs else args[names.index(name)] for name in wanted]
-        return None if not found else found[0] if len(found) == 1 else tuple(found)
-
-    return take
-
-
-#: They touch no memory.
-ALLOCATIONS = {
-    aten.empty.memory_format,
-    aten.empty_strided.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten.detach.default,
-    aten._unsafe_view.default,
-    aten.lift_fresh.default,
-    aten.is_same_size.default,
-}
-
-
-def _mm(a: Tensor, b: Tensor, *_: Any) -> tuple[int, int, int, int, torch.dtype]:
-    return 1, a.shape[0], b.shape[1], a.shape[1], a.dtype
-
-
-def _bmm(a: Tensor, b: Tensor, *_: Any) -> tuple[int, int, int, int, torch.dtype]:
-    return a.shape[0], a.shape[1], b.shape[2], a.shape[2], a.dtype
-
-
-#: How often a product is made, its sides m, n, k, and its precision.
-PRODUCTS: dict[Any, Callable[..., tuple[int, int, int, int, torch.dtype]]] = {
-    aten.mm: _mm,
-    aten.bmm: _bmm,
-    aten.addmm: lambda total, a, b, *_: _mm(a, b),
-    aten.addmm_: lambda total, a, b, *_: _mm(a, b),
-    aten.baddbmm: lambda total, a, b, *_: _bmm(a, b),
-    aten.baddbmm_: lambda total, a, b, *_: _bmm(a, b),
-}
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
-) -> tuple[float, bool, torch.dtype]:
-    """FLOPs, masked scores left out as kernels do, whether it is backward, and the precision."""
-    b, h, s, e = q.shape
-    return 4.0 * b * h * s * k.shape[2] * e * (0.5 if causal else 1.0), False, q.dtype
-
-
-def _attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dropout: float, causal: bool, **_: Any
-) -> tuple[float, bool, torch.dtype]:
-    flops, _backward, dtype = _attention(q, k, v, causal=causal)
-    return 2.5 * flops, True, dtype
-
-
-ATTENTION: dict[Any, Callable[..., tuple[float, bool, torch.dtype]]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
+def _hurry(niceness: int) -> None:
+    """Of all threads of this process, if it may: it sleeps nearly always, and when it does not it is to be in time,
+    whatever else the machine does."""
+    with suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)

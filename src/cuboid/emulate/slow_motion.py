@@ -2,6 +2,7 @@
 
     v100-edr/2000                       a preset of the planner, everything 2,000 times slower
     fp32=2e9,stream=1e9,between=50mbit  figures
+    core.json                           what cuboid calibrate measured, at its own speed
     v100-edr/2000,jitter=0.05           … with noise, a slow rank (rank3=0.2), a slow link (host2=5mbit), groups of
                                         hosts behind a slower link (group=4,uplink=10mbit), a latency (latency=0.01)
     v100-edr/20000,shrink=12            … for a model whose hidden size and tokens are 12 times smaller
@@ -12,11 +13,12 @@ sent and f³ fewer FLOPs done; so FLOP rates are slower by f·r, everything last
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cuboid.emulate.device import UNLIMITED, Device
-from cuboid.plan.hardware import KINDS, PRESETS, Hardware, Link, every_kind
+from cuboid.plan.hardware import KINDS, PRESETS, Hardware, Link, Operation, every_kind, load
 from cuboid.run.cluster import Links, bits_per_second
 
 HOST = 5e-6  # seconds, assumed: what PyTorch's dispatcher and a launch take of the host
@@ -43,6 +45,8 @@ FIGURES = {
     "host2": "rate of host 2's link",
 }
 
+NUMBERED = re.compile(r"(rank|host)(\d+)")
+
 
 @dataclass(frozen=True)
 class SlowMotion:
@@ -64,7 +68,7 @@ class SlowMotion:
     def instant(self) -> "SlowMotion":
         """Devices that take no time."""
         rates = dict.fromkeys(self.hardware.rate, 1e30)
-        fast = replace(self.hardware, rate=rates, peak=rates, stream=1e30, launch=0.0, memory=UNLIMITED)
+        fast = replace(self.hardware, rate=rates, peak=rates, stream=1e30, launch=0.0, memory=UNLIMITED, operations={})
         return replace(self, device=Device(fast), stragglers=())
 
     def of_rank(self, rank: int) -> Device:
@@ -76,9 +80,11 @@ class SlowMotion:
         return self.factor / self.shrink**2
 
     def meant(self, hidden: int, tokens: int) -> str:
-        """What a run of this size stands for."""
+        """What a run of this size stands for. Ratios are a layer's, so that they hold for any number of them."""
+        layer = 12 * (hidden * self.shrink) ** 2
         return (
-            f"stands for hidden {hidden * self.shrink:,.0f} and {tokens * self.shrink:,.0f} tokens; run are hidden "
+            f"stands for hidden {hidden * self.shrink:,.0f} and {tokens * self.shrink:,.0f} tokens, "
+            f"{layer / 1e6:,.0f}M parameters a layer (1B are {1e9 / layer:.1f} layers); run are hidden "
             f"{hidden:,} and {tokens:,} tokens, links {self.factor:,.0f} × and FLOP rates "
             f"{self.factor * self.shrink:,.0f} × slower, so that a step takes {self.times:,.0f} × as long"
         )
@@ -115,6 +121,7 @@ def slowed(hw: Hardware, factor: float, shrink: float = 1.0) -> Hardware:
         tile=(max(1, round(hw.tile[0] / shrink)), max(1, round(hw.tile[1] / shrink))),
         stream=hw.stream / factor,
         launch=hw.launch * times,
+        operations={name: Operation(each.launch * times, each.stream / factor) for name, each in hw.operations.items()},
         inside=links(hw.inside),
         across=links(hw.across),
         direct=True,
@@ -128,12 +135,16 @@ def parse(text: str) -> SlowMotion:
     if "=" in first:
         factor, given = 1.0, _pairs([first, *rest])
         base, host = _of_figures(text, given), 0.0
+    elif first.endswith(".json"):
+        factor, given, host = 1.0, _pairs(rest), 0.0
+        base = replace(load(first), inside={}, across={})  # messages go through the machine that was measured
     else:
         name, _, slower = first.partition("/")
         if name not in PRESETS:
             raise ValueError(
-                f"--emulate {text!r} begins with neither a preset nor a figure; presets are {', '.join(PRESETS)}, such "
-                f"as v100-edr/2000; figures are name=value: {', '.join(FIGURES)}"
+                f"--emulate {text!r} begins with neither a preset nor a figure, nor is it a file of cuboid calibrate "
+                f"(.json); presets are {', '.join(PRESETS)}, such as v100-edr/2000; figures are "
+                f"name=value: {', '.join(FIGURES)}"
             )
         factor, given = _number("the factor", slower or "1", 1.0), _pairs(rest)
         shrink = _number("shrink", given.get("shrink", "1"), 1.0)
@@ -142,7 +153,7 @@ def parse(text: str) -> SlowMotion:
     links = Links(
         between=given.get("between", _rate(hw.across)),
         inside=given.get("inside", _rate(hw.inside)),
-        slow=tuple((int(name[4:]), rate) for name, rate in given.items() if re.fullmatch(r"host\d+", name)),
+        slow=tuple(_numbered("host", given)),
         group=int(_number("group", given.get("group", "0"), 0.0)),
         uplink=given.get("uplink", ""),
     )
@@ -151,24 +162,28 @@ def parse(text: str) -> SlowMotion:
         host=_number("host", given.get("host", str(host)), 0.0),
         latency=_number("latency", given.get("latency", "0"), 0.0),
         jitter=_number("jitter", given.get("jitter", "0"), 0.0),
+        sends=bool(hw.operations),
     )
-    stragglers = tuple(
-        (int(name[4:]), _number(name, value, 0.0)) for name, value in given.items() if re.fullmatch(r"rank\d+", name)
-    )
+    stragglers = tuple((i, _number(f"rank{i}", share, 0.0)) for i, share in _numbered("rank", given))
     return SlowMotion(hw, factor, shrink, device, links, stragglers)
 
 
 def _pairs(parts: list[str]) -> dict[str, str]:
-    known = {re.sub(r"\d+$", "", name) if name[:4] in ("rank", "host") else name for name in FIGURES} | {"host"}
     found = {}
     for part in parts:
         name, equals, value = part.partition("=")
-        kind = re.sub(r"\d+$", "", name) if name[:4] in ("rank", "host") else name
-        if not equals or kind not in known or (kind == "rank" and name == "rank"):
+        if not equals or not (name in FIGURES or NUMBERED.fullmatch(name)):
             lines = "; ".join(f"{name}: {what}" for name, what in FIGURES.items())
             raise ValueError(f"--emulate has {part!r}, which is no figure of a device or link; it takes {lines}")
         found[name] = value
     return found
+
+
+def _numbered(kind: str, given: dict[str, str]) -> Iterator[tuple[int, str]]:
+    for name, value in given.items():
+        match = NUMBERED.fullmatch(name)
+        if match and match[1] == kind:
+            yield int(match[2]), value
 
 
 def _number(name: str, value: str, least: float) -> float:
@@ -210,5 +225,6 @@ def _changed(hw: Hardware, given: dict[str, str]) -> Hardware:
         if name in given:
             known = getattr(hw, level)
             bandwidth = bits_per_second(given[name]) / 8 if given[name] else 1e30
-            changes[level] = {kind: replace(link, bandwidth=bandwidth) for kind, link in known.items()}
+            links = known or every_kind(Link(0.0, 0.0, 1.0))
+            changes[level] = {kind: replace(link, bandwidth=bandwidth) for kind, link in links.items()}
     return replace(hw, rate=hw.rate | rates, peak=hw.peak | rates, **changes)

@@ -17,6 +17,7 @@ from cuboid.comm.journal import Watcher
 from cuboid.comm.ledger import Ledger
 from cuboid.comm.transport import transport_over
 from cuboid.comm.transport.base import NewGroup
+from cuboid.comm.transport.sharing import Sharing
 from cuboid.device import current
 from cuboid.mesh.cuboid import AXES, Cuboid
 
@@ -56,6 +57,7 @@ class Mesh:
         self.ledger, self.watch, self._per_host, self._by_host = Ledger(), watch, per_host or world, by_host
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
+        self._sharing = Sharing(hosts=self._per_host < world)
         self._device_meshes: dict[str, DeviceMesh] = {}
         for name, size in cuboid.sizes.items():
             given = groups[name] if groups is not None and size > 1 else None
@@ -115,7 +117,9 @@ class Mesh:
 
     def _group(self, lines: NDArray[np.int64]) -> dist.ProcessGroup:
         """This rank's of the groups of all lines of ranks [lines, ranks of a line]: the one place that makes groups."""
-        group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=self._timeout())
+        world = dist.group.WORLD._get_backend(self.device)  # type: ignore[union-attr]
+        options = self._sharing.options(world, lines.shape[1], self._timeout())
+        group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), **options)
         assert group is not None
         self._groups.append(group)
         return group
@@ -157,3 +161,4 @@ class Mesh:
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()
+        self._sharing.close()

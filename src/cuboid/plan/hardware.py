@@ -49,6 +49,14 @@ class Link:
     bandwidth: Speed
 
 
+@dataclass(frozen=True)
+class Operation:
+    """It takes launch + bytes read and written ÷ stream."""
+
+    launch: Seconds
+    stream: Speed
+
+
 #: How cuboid calibrate measures links.
 REMEDY = {"inside": "with --ranks of at least 2", "across": "with torchrun on at least two nodes"}
 UNKNOWN = Link(0.0, 0.0, 1.0)  # in place of a link that was not measured, where nothing is sent over it
@@ -76,6 +84,7 @@ class Hardware:
     one_wire: bool = False  # collectives inside a node and across nodes use the same wire, one after the other
     cores: CountOrNone = 0  # that all ranks share, being more; slowdown is then the processor's share of a collective
     wire: SpeedOrNone = 0.0  # with cores: bytes of a host's link. 0: nothing holds the ranks back but their cores
+    operations: dict[str, Operation] = field(default_factory=dict)  # by PyTorch's name, of those measured one by one
     source: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -196,6 +205,7 @@ _GPU = {
     "direct": "NCCL's reduce-scatters are rings",
     "one_wire": "NVLink and network cards are apart",
     "cores, wire": "none: every rank has a GPU and cores of its own",
+    "operations": "none were measured: memory bounds them, at the rate of stream",
 }
 
 PRESETS: dict[str, Hardware] = {

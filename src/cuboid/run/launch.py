@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from cuboid.comm.transport.sharing import late_timers
 from cuboid.device import any_gpu, backend_for, is_gpu, take
 from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
 from cuboid.run.meeting import fresh_store, store_is_old
@@ -83,15 +84,17 @@ def join_world(
     device = take(local)
     if not is_gpu(device):
         _keep_memory()
-    dist.init_process_group(
-        backend_for(device),
-        rank=rank,
-        world_size=size,
-        store=store,
-        timeout=timedelta(seconds=timeout),
-        device_id=device if is_gpu(device) else None,
-    )
-    return World(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), attempt, stop)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    with late_timers(hosts=local_size < size):
+        dist.init_process_group(
+            backend_for(device),
+            rank=rank,
+            world_size=size,
+            store=store,
+            timeout=timedelta(seconds=timeout),
+            device_id=device if is_gpu(device) else None,
+        )
+    return World(rank, size, device, local_size, attempt, stop)
 
 
 def _keep_memory() -> None:

@@ -8,8 +8,9 @@ from cuboid.comm.transport.base import NewGroup, Transport
 from cuboid.comm.transport.fake import FAKES
 from cuboid.comm.transport.gloo import Gloo
 from cuboid.comm.transport.nccl import Nccl
+from cuboid.comm.transport.sharing import SHARED
 
-TRANSPORTS: dict[str, Callable[..., Transport]] = {"gloo": Gloo, "nccl": Nccl, **FAKES}
+TRANSPORTS: dict[str, Callable[..., Transport]] = {"gloo": Gloo, SHARED: Gloo, "nccl": Nccl, **FAKES}
 
 
 def transport_over(

@@ -11,6 +11,7 @@ from rich.progress import Progress
 
 from cuboid.device import is_gpu, usable_memory
 from cuboid.plan.calibrate.fitting import fit_layers, fit_links, fit_products
+from cuboid.plan.calibrate.operations import time_operations
 from cuboid.plan.calibrate.timing import (
     Bench,
     Settings,
@@ -39,8 +40,8 @@ class Calibration:
 
 def calibrate(world: World, settings: Settings, name: str) -> Calibration | None:
     """On every rank; rank 0 shows its progress and returns what was found."""
-    began, bench = time.perf_counter(), Bench(world)
     node, cores = world.local_size, cores_shared(world)
+    began, bench = time.perf_counter(), Bench(world, alone=not cores and not is_gpu(world.device))
     direct = not is_gpu(world.device)
     with told(world.rank == 0) as tell:
         tell("products")
@@ -57,6 +58,8 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
         slowdown = time_processor(bench, cores) if cores else time_slowdown(bench)
         tell("real layers")
         layers = time_layers(bench, settings)
+        tell("operations, one by one")
+        operations = {} if is_gpu(world.device) else time_operations(bench, settings, stream)
         tell("fitting")
     if world.rank:
         return None
@@ -85,6 +88,7 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
         direct=direct,
         one_wire=direct,
         cores=cores,
+        operations=operations,
         source=source,
     )
     hardware, errors["one real layer"] = fit_layers(hardware, layers)
@@ -124,7 +128,7 @@ def cores_shared(world: World) -> int:
 
 
 @contextmanager
-def told(speaks: bool, parts: int = 7) -> Iterator[Callable[[str], None]]:
+def told(speaks: bool, parts: int = 8) -> Iterator[Callable[[str], None]]:
     """A bar on stderr; call it with what begins."""
     with Progress(console=Console(stderr=True, quiet=not speaks), disable=not speaks) as progress:
         task = progress.add_task("", total=parts)

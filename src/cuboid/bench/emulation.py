@@ -1,0 +1,118 @@
+"""Does an emulated device take as long as the core that it stands for?
+
+One rank on each of two cores, on hosts of their own. Steps on the cores and on emulated devices with what `cuboid
+calibrate` measured of these cores take turns, over links on which communication takes as long as compute, with the
+schedule off and on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cuboid.bench.contestant import Contestant, begin_with
+from cuboid.bench.overlap import UNSHAPED, steps
+from cuboid.bench.problem import Problem
+from cuboid.bench.result import Report, Spread
+from cuboid.bench.turn import Times, slowest
+from cuboid.emulate.slow_motion import SlowMotion, parse
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig
+from cuboid.plan.calibrate import calibrate
+from cuboid.plan.calibrate.timing import Settings
+from cuboid.run.cluster import Cluster, try_hosts
+from cuboid.run.launch import Pool
+
+SHAPES = (Cuboid(2, 1, 1), Cuboid(1, 2, 1), Cuboid(1, 1, 2))
+MOST_APART = 0.1  # of the real step
+SEQ = 128
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One shape, schedule off or on: steps of the slowest rank, on cores and on emulated devices."""
+
+    shape: str
+    schedule: str
+    rate: str
+    real: list[Times]
+    emulated: list[Times]
+
+    @property
+    def apart(self) -> float:
+        """Of the real step, in medians."""
+        real, emulated = (median(times.step for times in each) for each in (self.real, self.emulated))
+        return emulated / real - 1
+
+    def cells(self) -> list[str]:
+        found = []
+        for each in (self.real, self.emulated):
+            step = Spread.of([times.step for times in each])
+            found += [f"{step.median:.3f}", f"{step.low:.3f}–{step.high:.3f}"]
+            found += [f"{median(times.exposed for times in each):.3f}"]
+        return [self.shape, self.schedule, self.rate, *found, f"{self.apart:+.1%}"]
+
+    def export(self) -> dict[str, Any]:
+        samples = {name: [asdict(times) for times in getattr(self, name)] for name in ("real", "emulated")}
+        return {"shape": self.shape, "schedule": self.schedule, "rate": self.rate, "apart": self.apart} | samples
+
+
+COLUMNS = ["cuboid", "schedule", "rate", "real", "quartiles", "waited", "emulated", "quartiles", "waited", "apart"]
+
+
+def measure(shape: Cuboid, problem: Problem, rounds: int, slow: SlowMotion, console: Console) -> list[Pair]:
+    off, on = (Contestant("cuboid", shape, overlap) for overlap in (False, True))
+    with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
+        (probe,) = slowest(pool.run(steps, off, problem, 1, slow))
+    rate = f"{8e-6 * probe.crossed / probe.busy:.1f}mbit"
+    pairs = [Pair(str(shape), name, rate, [], []) for name in ("off", "on")]
+    with Cluster(shape.ranks, rate) as cluster, Pool(shape.ranks, cluster) as pool:
+        for i in range(rounds):
+            console.print(f"{shape}, {rate} a host: round {i + 1} of {rounds}", highlight=False)
+            for pair, contestant in zip(pairs, (off, on), strict=True):
+                both = [(pair.real, None), (pair.emulated, slow)]
+                for steps_so_far, device in both if i % 2 == 0 else reversed(both):
+                    steps_so_far += slowest(pool.run(steps, contestant, problem, 1, device))
+    return pairs
+
+
+def emulation(
+    rounds: int, out: Path, console: Console, only: Sequence[str], layers: int, hidden: int, batch: int, figures: str
+) -> bool:
+    """Whether all steps are as long emulated as real. `figures`: a file of `cuboid calibrate` for two ranks; without,
+    the cores are calibrated first."""
+    model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=SEQ, tied=False)
+    problem = Problem(model, batch, SEQ)
+    names = begin_with(only, [str(shape) for shape in SHAPES])
+    try_hosts("bench emulation cannot do without hosts, which need root and iproute2")
+    path = Path(figures) if figures else out / "core.json"
+    if not figures:
+        console.print("Calibrating the cores", highlight=False)
+        settings = Settings(model.replace(layers=1), max(problem.tokens // 2, 64))
+        out.mkdir(parents=True, exist_ok=True)
+        with Pool(2) as pool:
+            found = pool.run(calibrate, settings, "core")[0]
+        found.hardware.save(path)
+    slow = parse(str(path))
+    report = Report("emulation", {"rounds": rounds, "figures": slow.hardware.export()})
+    pairs = [pair for shape in SHAPES if str(shape) in names for pair in measure(shape, problem, rounds, slow, console)]
+    table = Table(
+        *COLUMNS, title=f"Seconds a step, on cores and emulated: {slow.without_links()}", title_justify="left"
+    )
+    for pair in pairs:
+        table.add_row(*pair.cells())
+    console.print(table)
+    worst = max(pairs, key=lambda pair: abs(pair.apart))
+    good = abs(worst.apart) <= MOST_APART
+    verdict = (
+        f"at most {MOST_APART:.0%}" if good else f"more than {MOST_APART:.0%}: devices do not stand for these cores"
+    )
+    console.print(
+        f"Medians differ by {abs(worst.apart):.1%} ({worst.shape}, {worst.schedule}), {verdict}.", highlight=False
+    )
+    report.write(out / "emulation.json", {"problem": problem.export(), "rows": [pair.export() for pair in pairs]})
+    return good

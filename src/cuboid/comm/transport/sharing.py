@@ -1,0 +1,71 @@
+"""gloo's groups on one device. A device of gloo's is a thread that looks for messages a hundred times a second, used or
+not, and torch makes one for each group. The groups of a mesh share one. It connects all ranks of a group at once, where
+one that serves a single group connects them on demand; so groups of many ranks have a device of their own.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+SHARED = "shared_gloo"
+PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
+SLACK = 40_000_000  # nanoseconds
+MOST = 16  # ranks of a group that shares: its connections are as many squared
+
+
+class Sharing:
+    """The device that some groups of this process share, from the first of them on. `hosts`: there are several."""
+
+    def __init__(self, hosts: bool) -> None:
+        self._hosts, self._devices = hosts, list[Any]()
+
+    def options(self, world: Any, size: int, timeout: timedelta | None) -> dict[str, Any]:
+        """What to ask `torch.distributed` for, given the world's backend, for groups of so many ranks."""
+        if not dist.is_gloo_available() or not isinstance(world, dist.ProcessGroupGloo) or size > MOST:
+            return {"timeout": timeout}
+        if SHARED.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(SHARED, _make, extended_api=True, devices="cpu")
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        with late_timers(self._hosts):
+            self._devices = self._devices or _devices()
+        options._devices, options._threads = self._devices, 2
+        if timeout is not None:
+            options._timeout = timeout
+        return {"timeout": timeout, "backend": SHARED, "pg_options": options}
+
+    def close(self) -> None:
+        self._devices.clear()
+
+
+def _devices() -> list[Any]:
+    """Of the interfaces that gloo is told to use, or of its own choice."""
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not interfaces:
+        return [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
+    return [dist.ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in interfaces.split(",")]
+
+
+@contextmanager
+def late_timers(hosts: bool) -> Iterator[None]:
+    """Threads that start within it wake up later than they ask for, by up to `SLACK`, if there are `hosts`. gloo's ask
+    for it every 10 ms, though a message wakes them at once. They then take longer to let go of a connection, so on a
+    single host, where meshes come and go, they are left alone."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+    if not hosts or prctl is None:
+        yield
+        return
+    before = prctl(PR_GET_TIMERSLACK)
+    prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(SLACK))
+    try:
+        yield
+    finally:
+        prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(before))
+
+
+def _make(asked: Any, options: Any) -> Any:
+    return dist.ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, options)
