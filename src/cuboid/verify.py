@@ -1,5 +1,6 @@
 """Run a model on a cuboid and on one device, and compare everything: values, bytes, FLOPs, memory, balance."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -142,7 +143,19 @@ def unsettle(model: Transformer, seed: int) -> None:
             parameter.add_(normal(key_of(seed, f"{name} moved"), d.spec.shape, ranges, 0.1).to(parameter))
 
 
-def measure(case: Case, parallel: Parallel) -> Measured:
+def saved_bytes(memory: Memory, loss: Tensor, expected: int | None) -> int:
+    """What forward has saved. A backend's thread may hold a message for longer than the rank waits for it, so that too
+    much is read again for a while."""
+    found = memory.saved(loss)
+    for _ in range(200):
+        if expected is None or found <= expected:
+            break
+        time.sleep(0.01)
+        found = memory.saved(loss)
+    return found
+
+
+def measure(case: Case, parallel: Parallel, expected: int | None = None) -> Measured:
     storage, _, _ = DTYPES[case.dtype]
     model = Transformer(parallel, case.seed, storage, case.recompute)
     unsettle(model, case.seed)
@@ -153,7 +166,7 @@ def measure(case: Case, parallel: Parallel) -> Measured:
     logits = model.logits(tokens, place)
     with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
         loss = model(tokens, targets, place, case.loss, dropout=case.seed)
-        saved = memory.saved(loss)
+        saved = saved_bytes(memory, loss, expected)
         loss.backward()
     model.zero_grad()
     parallel.mesh.ledger.reset()
@@ -169,7 +182,8 @@ def verify(world: World, case: Case) -> Report | None:
     """On every rank of the cuboid; rank 0 also runs serially and returns the report."""
     mesh = Mesh(case.cuboid, world.rank, world.device)
     _, compute, tolerance = DTYPES[case.dtype]
-    mine = measure(case, CuboidParallel(case.config, mesh, case.policy, compute, case.schedule))
+    parallel = CuboidParallel(case.config, mesh, case.policy, compute, case.schedule)
+    mine = measure(case, parallel, expected=case.cost(world.rank).saved)
     whole = measure(case, Serial(case.config, compute, world.device)) if world.rank == 0 else None
     report = Report(tolerance=tolerance, peak=mine.memory.at_peak())
     compare(report, case, mesh, mine, whole)

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
@@ -85,7 +85,7 @@ def join_world(
     if not is_gpu(device):
         _keep_memory()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    with late_timers(hosts=local_size < size):
+    with late_timers() if local_size < size else nullcontext():
         dist.init_process_group(
             backend_for(device),
             rank=rank,

@@ -1,6 +1,7 @@
 """gloo's groups on one device. A device of gloo's is a thread that looks for messages a hundred times a second, used or
-not, and torch makes one for each group. The groups of a mesh share one. It connects all ranks of a group at once, where
-one that serves a single group connects them on demand; so groups of many ranks have a device of their own.
+not, and torch makes one for each group. Between hosts the groups of a mesh share one. It connects all ranks of a group
+at once, where one that serves a single group connects them on demand: so groups of many ranks have a device of their
+own, and so has every group on a single host, where meshes come and go and a rank may leave before others have met.
 """
 
 import ctypes
@@ -19,19 +20,20 @@ MOST = 16  # ranks of a group that shares: its connections are as many squared
 
 
 class Sharing:
-    """The device that some groups of this process share, from the first of them on. `hosts`: there are several."""
+    """The device that groups of this process share, from the first of them on, if there are several `hosts`."""
 
     def __init__(self, hosts: bool) -> None:
         self._hosts, self._devices = hosts, list[Any]()
 
     def options(self, world: Any, size: int, timeout: timedelta | None) -> dict[str, Any]:
         """What to ask `torch.distributed` for, given the world's backend, for groups of so many ranks."""
-        if not dist.is_gloo_available() or not isinstance(world, dist.ProcessGroupGloo) or size > MOST:
+        gloo = dist.is_gloo_available() and isinstance(world, dist.ProcessGroupGloo)
+        if not gloo or not self._hosts or size > MOST:
             return {"timeout": timeout}
         if SHARED.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(SHARED, _make, extended_api=True, devices="cpu")
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        with late_timers(self._hosts):
+        with late_timers():
             self._devices = self._devices or _devices()
         options._devices, options._threads = self._devices, 2
         if timeout is not None:
@@ -51,12 +53,11 @@ def _devices() -> list[Any]:
 
 
 @contextmanager
-def late_timers(hosts: bool) -> Iterator[None]:
-    """Threads that start within it wake up later than they ask for, by up to `SLACK`, if there are `hosts`. gloo's ask
-    for it every 10 ms, though a message wakes them at once. They then take longer to let go of a connection, so on a
-    single host, where meshes come and go, they are left alone."""
+def late_timers() -> Iterator[None]:
+    """Threads that start within it wake up later than they ask for, by up to `SLACK`. gloo's ask for it every 10 ms,
+    though a message wakes them at once."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
-    if not hosts or prctl is None:
+    if prctl is None:
         yield
         return
     before = prctl(PR_GET_TIMERSLACK)
