@@ -66,7 +66,7 @@ COSTS = [case for case in test_cost.CASES if case.cuboid in (Cuboid(2, 2, 1), Cu
 
 #: The core's tests, those that notice most first.
 CHECKS: dict[str, Check] = {
-    **{f"values on {case.cuboid}": partial(same_values, case) for case in VALUES},
+    **{f"values of {case.config.family} on {case.cuboid}": partial(same_values, case) for case in VALUES},
     "combinators": test_op.test_combinators_match_plain_autograd,
     "one device": partial(test_reference.test_serial_step_matches_plain_autograd, test_reference.CASES[0]),
     "lasting weights": partial(alone, test_op.test_gathered_lasting_weight_does_not_hold_what_was_gathered_with_it),
