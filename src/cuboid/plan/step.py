@@ -1,7 +1,7 @@
 """A training step as one rank plays it: the model's own order of products, launches and waits, on a `Tape`.
 
 Layer after layer as transformer.py runs them, with weights.py's gathers ahead of them and reductions behind. The parts
-of a batch are stepped in turn, all candidates alike; the model's `in_step` goes by each one's sizes and hides more.
+of a batch are stepped in turn, all candidates alike; the model's `interleave` goes by each one's sizes and hides more.
 Bytes, calls, FLOPs and saved activations add up to cost/cuboid.py's; the tests hold them to it.
 """
 
