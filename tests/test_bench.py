@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cuboid.bench.bare import Message, bare, messages
+from cuboid.bench.bare import Sent, bare, messages
 from cuboid.bench.bound import product_words, regime, step_bytes
 from cuboid.bench.contestant import Contestant, every, possible, scaling
 from cuboid.bench.cpu import Lean
@@ -232,7 +232,11 @@ def test_bare_collectives_send_bytes_of_step(pool: Pools) -> None:
     counts = chosen.cost(PROBLEM, 0).bytes()
     for axis in ("x", "y", "z"):
         assert sum(each.bytes for each in sent[0] if each.axis == axis) >= counts[axis]
-    assert [Message("x", kind, 96).given(4) for kind in ("all_gather", "reduce_scatter", "all_reduce")] == [8, 32, 16]
+    assert [Sent("x", kind, 96).given(4) for kind in ("all_gather", "reduce_scatter", "all_reduce")] == [
+        8,
+        32,
+        16,
+    ]
 
 
 @pytest.mark.slow

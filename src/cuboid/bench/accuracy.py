@@ -10,7 +10,7 @@ from rich.console import Console
 from cuboid.baselines.one_d import OneD
 from cuboid.baselines.two_d import TwoD
 from cuboid.bench.contestant import begin_with
-from cuboid.bench.result import Report
+from cuboid.bench.result import BenchReport
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
@@ -61,7 +61,7 @@ def accuracy(steps: int, out: Path, console: Console, only: Sequence[str] = ("",
     asked = ["serial", *begin_with(only, list(CONTESTANTS))]
     chosen = {name: who for name, who in CONTESTANTS.items() if name in asked}
     config = load(None, [f"schedule.steps={steps}", f"schedule.warmup={min(steps, 20)}", "model.dropout=0.1"])
-    report = Report("accuracy", asdict(config))
+    report = BenchReport("accuracy", asdict(config))
     curves: dict[str, list[float]] = {}
     for name, (ranks, layout) in chosen.items():
         with Pool(ranks) as pool:

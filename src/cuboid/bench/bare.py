@@ -19,7 +19,7 @@ from cuboid.run.launch import World
 
 
 @dataclass(frozen=True)
-class Message:
+class Sent:
     """A collective, and what a rank sends for it."""
 
     axis: str
@@ -32,15 +32,15 @@ class Message:
         return max(part if self.kind == "all_gather" else part * p, 1)
 
 
-def messages(world: World, contestant: Contestant, problem: Problem, slow: SlowMotion | None = None) -> list[Message]:
+def messages(world: World, contestant: Contestant, problem: Problem, slow: SlowMotion | None = None) -> list[Sent]:
     """Of one step of a cuboid, on one rank."""
     with closing(ModelRunner(contestant, problem, world)) as runner, device_of(slow and slow.instant(), world):
         runner.ledger.spans = []
         take_step(runner, problem, problem.seq)
-        return [Message(span.axis, span.kind, span.bytes) for span in runner.ledger.spans]
+        return [Sent(span.axis, span.kind, span.bytes) for span in runner.ledger.spans]
 
 
-def bare(world: World, shape: Cuboid, ranks: Sequence[Sequence[Message]], times: int = 2) -> list[float]:
+def bare(world: World, shape: Cuboid, ranks: Sequence[Sequence[Sent]], times: int = 2) -> list[float]:
     """Every rank's messages sent one after another, so many times: CPU seconds of this rank's threads, each time. All
     come from one buffer, made before the clock starts; what arrives has memory of its own, as in a step."""
     with closing(Mesh(shape, world.rank, world.device, per_host=world.local_size)) as mesh:

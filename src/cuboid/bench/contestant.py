@@ -90,11 +90,11 @@ class Contestant:
             return TwoD(problem.config, mesh)
         return CuboidParallel(problem.config, mesh, problem.policy, schedule=self.schedule(problem))
 
-    def runner(self, problem: Problem, world: World) -> "Runner":
+    def runner(self, problem: Problem, world: World) -> "Contender":
         return NativeRunner(self, problem, world) if self.native else ModelRunner(self, problem, world)
 
 
-class Runner(Protocol):
+class Contender(Protocol):
     """One rank's model and optimizer."""
 
     optimizer: torch.optim.Optimizer

@@ -17,7 +17,7 @@ from cuboid.bench.bare import bare, messages
 from cuboid.bench.contestant import Contestant, begin_with
 from cuboid.bench.network import feasible
 from cuboid.bench.problem import Problem
-from cuboid.bench.result import Report, Spread
+from cuboid.bench.result import BenchReport, Spread
 from cuboid.bench.turn import turn
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
@@ -76,7 +76,7 @@ def cpu(
     one = Contestant("serial", Cuboid())
     able = {each.name: each for each in (Contestant("cuboid", shape) for shape in feasible(problem, ranks))}
     many = [able[name] for name in begin_with(only, list(able))]
-    report = Report("cpu", {"ranks": ranks, "rounds": rounds, "warm": WARM, "steps": STEPS})
+    report = BenchReport("cpu", {"ranks": ranks, "rounds": rounds, "warm": WARM, "steps": STEPS})
     steps: dict[Contestant, list[float]] = {each: [] for each in (one, *many)}
     bares: dict[Contestant, list[float]] = {each: [] for each in many}
     with Pool(1) as alone, Pool(ranks) as together:

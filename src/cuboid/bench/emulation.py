@@ -17,7 +17,7 @@ from rich.table import Table
 from cuboid.bench.contestant import Contestant, begin_with
 from cuboid.bench.overlap import UNSHAPED, steps
 from cuboid.bench.problem import Problem
-from cuboid.bench.result import Report, Spread
+from cuboid.bench.result import BenchReport, Spread
 from cuboid.bench.turn import Times, slowest
 from cuboid.emulate.slow_motion import SlowMotion, parse
 from cuboid.mesh.cuboid import Cuboid
@@ -98,7 +98,7 @@ def emulation(
             found = pool.run(calibrate, settings, "core")[0]
         found.hardware.save(path)
     slow = parse(str(path))
-    report = Report("emulation", {"rounds": rounds, "figures": slow.hardware.export()})
+    report = BenchReport("emulation", {"rounds": rounds, "figures": slow.hardware.export()})
     pairs = [pair for shape in SHAPES if str(shape) in names for pair in measure(shape, problem, rounds, slow, console)]
     table = Table(
         *COLUMNS, title=f"Seconds a step, on cores and emulated: {slow.without_links()}", title_justify="left"

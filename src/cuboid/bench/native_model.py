@@ -13,7 +13,7 @@ from cuboid.model.rotary import frequencies
 Turn = tuple[Tensor, Tensor]  # cos and sin, [s, e/2]
 
 
-class Attention(nn.Module):
+class NativeAttention(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.head_dim, bias = c.head_dim, bool(c.bias)
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         return self.out(a.transpose(1, 2).flatten(2))
 
 
-class MLP(nn.Module):
+class NativeMLP(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         bias = bool(c.bias)
@@ -45,11 +45,11 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class NativeBlock(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.norm1, self.norm2 = norm(c), norm(c)
-        self.attention, self.mlp = Attention(c), MLP(c)
+        self.attention, self.mlp = NativeAttention(c), NativeMLP(c)
 
     def forward(self, x: Tensor, turn: Turn | None) -> Tensor:
         x = x + self.attention(self.norm1(x), turn)
@@ -71,7 +71,7 @@ class NativeTransformer(nn.Module):
         self.config = c
         self.embed = nn.Embedding(c.vocab, c.hidden)
         self.positions = None if c.rotary else nn.Embedding(c.context, c.hidden)
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.blocks = nn.ModuleList(NativeBlock(c) for _ in range(c.layers))
         self.norm = norm(c)
         self.head = TiedHead() if c.tied else nn.Linear(c.hidden, c.vocab, bias=False)
 

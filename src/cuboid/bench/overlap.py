@@ -21,7 +21,7 @@ from rich.table import Table
 from cuboid.bench.bare import bare, messages
 from cuboid.bench.contestant import Contestant, ModelRunner, begin_with
 from cuboid.bench.problem import Problem
-from cuboid.bench.result import Report, Spread
+from cuboid.bench.result import BenchReport, Spread
 from cuboid.bench.turn import Times, slowest, take_step, timed_step, turn
 from cuboid.emulate.slow_motion import SlowMotion
 from cuboid.mesh.cuboid import Cuboid
@@ -216,7 +216,7 @@ def overlap(
     names = begin_with(only, [str(shape) for shape in SHAPES])
     try_hosts("bench overlap cannot do without hosts, which need root and iproute2")
     for shape in (shape for shape in SHAPES if str(shape) in names):
-        report = Report("overlap", {"rounds": rounds, "ratios": RATIOS, "emulated": str(slow) if slow else None})
+        report = BenchReport("overlap", {"rounds": rounds, "ratios": RATIOS, "emulated": str(slow) if slow else None})
         rows, traces = measure(shape, problem, rounds, console, slow)
         found += rows
         path = out / f"overlap-{shape.x}{shape.y}{shape.z}.png"

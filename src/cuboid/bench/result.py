@@ -167,7 +167,7 @@ class Row:
 
 
 @dataclass
-class Report:
+class BenchReport:
     """What every benchmark's JSON says first. Make it before measuring: the machine's load is of then."""
 
     bench: str
@@ -191,7 +191,7 @@ class Report:
 
 
 @dataclass
-class Result(Report):
+class Result(BenchReport):
     rows: list[Row] = field(default_factory=list)
 
     def save(self, folder: Path) -> Path:

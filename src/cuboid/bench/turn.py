@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch.distributed as dist
 
-from cuboid.bench.contestant import Contestant, Runner
+from cuboid.bench.contestant import Contender, Contestant
 from cuboid.bench.problem import Problem
 from cuboid.device import synchronize
 from cuboid.emulate.device import Emulated
@@ -103,18 +103,18 @@ def turn(
         runner.close()
 
 
-def take_step(runner: Runner, problem: Problem, seq: int) -> None:
+def take_step(runner: Contender, problem: Problem, seq: int) -> None:
     runner.forward(*problem.data(seq)).backward()
     update(runner)
 
 
-def update(runner: Runner) -> None:
+def update(runner: Contender) -> None:
     runner.clip()
     runner.optimizer.step()
     runner.optimizer.zero_grad()
 
 
-def timed_step(runner: Runner, problem: Problem, world: World, device: Emulated | None = None) -> Times:
+def timed_step(runner: Contender, problem: Problem, world: World, device: Emulated | None = None) -> Times:
     data = problem.data()
     runner.ledger.reset()
     now(device)

@@ -50,7 +50,7 @@ class Device:
     sends: bool = False  # a core, which sends messages itself: they take its time, as much as they take of this process
 
 
-class Outcome(NamedTuple):
+class Effect(NamedTuple):
     """What an operation on tensors of given shapes costs and makes."""
 
     seconds: float
@@ -66,7 +66,7 @@ class Emulated(TorchDispatchMode):
         self.device, self._hw = device, device.figures
         self._dice = random.Random(seed)
         self._handlers: dict[Any, Callable[..., Any]] = {}
-        self._known: dict[Hashable, Outcome] = {}
+        self._known: dict[Hashable, Effect] = {}
         self._used, self._held = 0, list[weakref.ref[torch.UntypedStorage]]()  # no less than is alive, and all that is
         self._wait, self._niceness = dist.Work.wait, os.getpriority(os.PRIO_PROCESS, 0)
         self._rehearsing = False
@@ -215,11 +215,11 @@ class Emulated(TorchDispatchMode):
         made = found.make(args, kwargs)
         return made if func._schema.is_mutable else self._hold(made)
 
-    def _outcome(self, func: Any, args: Any, kwargs: Any) -> Outcome:
+    def _outcome(self, func: Any, args: Any, kwargs: Any) -> Effect:
         make, made = maker(func, args, kwargs)
         if make is None or not has_floats((args, kwargs, made)):
-            return Outcome(0.0, None)
-        return Outcome(seconds(self._hw, func, args, kwargs, made), make)
+            return Effect(0.0, None)
+        return Effect(seconds(self._hw, func, args, kwargs, made), make)
 
     # memory
 

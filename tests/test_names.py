@@ -1,0 +1,14 @@
+"""One class, one name: nowhere in the package do two public classes share one."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import cuboid
+
+
+def test_class_names_are_unique() -> None:
+    names: Counter[str] = Counter()
+    for path in Path(cuboid.__file__).parent.rglob("*.py"):
+        names.update(n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
