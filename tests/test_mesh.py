@@ -98,7 +98,7 @@ def loops(world: World, shape: Cuboid) -> int:
         names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
         return names.count("gloo_tcp_loop")
 
-    before, mesh = found(), Mesh(shape, world.rank, per_host=1)
+    before, mesh = found(), Mesh(shape, world.rank, per_host=1, share_device=True)
     gathered = [dist.get_world_size(axis.group) for axis in (mesh.x, mesh.y) if axis.group is not None]
     assert gathered == [2, 2]
     more = found() - before
@@ -108,5 +108,5 @@ def loops(world: World, shape: Cuboid) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux shows them")
-def test_mesh_groups_between_hosts_share_one_gloo_device(pool: Callable[[int], Pool]) -> None:
+def test_mesh_groups_share_one_gloo_device_if_asked(pool: Callable[[int], Pool]) -> None:
     assert pool(4).run(loops, Cuboid(2, 2, 1)) == [1] * 4

@@ -130,6 +130,7 @@ class ModelRunner:
             overlap=contestant.overlap,
             per_host=world.local_size,
             by_host=contestant.way != "2-D",
+            share_device=world.crowded,
         )
         self._parallel = contestant.parallel(problem, self.mesh)
         self.module = Transformer(self._parallel, problem.seed)

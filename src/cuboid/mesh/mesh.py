@@ -29,7 +29,8 @@ class Mesh:
     that wants a mesh of its own asks for one `alone`. Without `overlap`, for comparison, nothing is hidden. `groups`
     that exist already, one for each axis longer than one, are used and never closed. A `watch` sees to it that no rank
     waits for ever. Hosts have `per_host` ranks each, in order; None: all are on one. Without `by_host` broadcasts and
-    sums to one rank go as gloo sends them, whatever the hosts.
+    sums to one rank go as gloo sends them, whatever the hosts. With `share_device` gloo's groups have one thread between
+    them: for many ranks per core.
     """
 
     #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.
@@ -46,6 +47,7 @@ class Mesh:
         watch: Watcher | None = None,
         per_host: int | None = None,
         by_host: bool = True,
+        share_device: bool = False,
     ) -> None:
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if world != cuboid.ranks:
@@ -57,7 +59,7 @@ class Mesh:
         self.ledger, self.watch, self._per_host, self._by_host = Ledger(), watch, per_host or world, by_host
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
-        self._sharing = Sharing(hosts=self._per_host < world)
+        self._sharing = Sharing(share_device)
         self._device_meshes: dict[str, DeviceMesh] = {}
         for name, size in cuboid.sizes.items():
             given = groups[name] if groups is not None and size > 1 else None
