@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.comm.transport.gloo import LEAST_ALONE
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import STORED, Choice, Work
 from cuboid.plan.operands import Operands
@@ -179,13 +178,12 @@ class _Moments(Operands):
         """The layer's weights are released before its gradients are packed."""
         s, made = self.s, self.dW(self.elements)
         gradients, activations = self.remaining(j)
-        small = added(w.n * w.k * (w.shard * self.e < LEAST_ALONE) for w in s.block_weights) * self.e
         largest = np.maximum.reduce([w.n * w.k for w in s.block_weights]) * self.e * (self.g > self.e)
         flying = self.way * self.whole
         if j > MOST_IN_FLIGHT:  # the first of those on their way lands: what it sent goes, unless part of the sum
             gone = (s.x > 2) * self.whole
             flying = flying + np.maximum(self.summed(s.x, self.whole) + 2 * (s.data > 1) * self.shard - gone, 0)
-        packed = np.maximum.reduce([made + largest, self.whole + small, flying])
+        packed = np.maximum.reduce([made + largest, self.whole + self.small, flying])
         rest = self.dX
         if j < self.c.layers and self.regathers and self.choice.recompute != "full":
             rest = rest + self.spread * (s.z > 1)  # X of the layer before's last product

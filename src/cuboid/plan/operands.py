@@ -37,7 +37,11 @@ class Operands:
         norm = self.dX + rows * (1 + self.c.norm_bias) * self.wide  # the last one's
         self.layer = (saved - self.head_saved - norm - self.wide) // max(work.config.layers, 1)
         self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
-        self.gathered = added(map(self.padded, s.block_weights)) * self.moved  # copies out of what has arrived
+        alone = [w.shard * self.e >= LEAST_ALONE for w in s.block_weights]
+        self.small = added(w.n * w.k * ~each for w, each in zip(s.block_weights, alone, strict=True)) * self.e
+        # copies out of what has arrived, which stays too if large ones lie in it
+        both = self.apart * np.logical_or.reduce(alone) * self.small
+        self.gathered = added(map(self.padded, s.block_weights)) * self.moved + both
         self.kept = self.gathered * (choice.policy.weights == "retain")  # of each layer
         self.regathers = choice.policy.activations != "retain"
 
