@@ -37,7 +37,7 @@ def _launched(kind: str, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis,
 
 
 def _sent(size: int, axis: Axis) -> int:
-    """Bytes a rank sends of a whole tensor of so many when p-1 of its p parts move."""
+    """Bytes that a rank sends of an unsharded tensor of `size` bytes when p-1 of its p parts move."""
     return size * (axis.size - 1) // axis.size
 
 
@@ -69,7 +69,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> F
 
 
 def reduce_scatter_each(xs: Sequence[Tensor], axis: Axis, dtype: torch.dtype | None = None) -> Flight:
-    """Of several tensors [p·r, ...], each with its own r, this rank's parts of the sums, flat, one behind another."""
+    """Of several tensors [p·r, ...], each with its own r, this rank's parts of the sums, flat and concatenated."""
     like = xs[0]
     shape = like.shape if len(xs) == 1 else (axis.size, sum(x.numel() // axis.size for x in xs))
     span = _launched("reduce_scatter", shape, like.dtype, axis)

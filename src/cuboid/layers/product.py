@@ -99,6 +99,7 @@ class Product:
             [out.linears] if blocks == 1 else [[linear] for linear in out.linears]
             for out, blocks in zip(self.outs, self.out_blocks, strict=True)
         ]
+        self.all_groups = [group for groups in self.groups for group in groups]
         for out in self.outs:
             biases = [linear.bias for linear in out.linears if linear.bias is not None]
             assert len(biases) in (0, len(out.linears)), "linears that share a scatter have a bias each or none at all"
@@ -134,7 +135,8 @@ class Product:
             again = Again(None, kept) if self.retain else Again(regather, [])
             back = Back(partial(self.run, again, (X_bytes, Y_bytes, flops), b, chunks), again.launch)
             del again
-        widths = [[len(w[linear.weight]) // blocks for linear in out.linears] for out, blocks in self._blocks()]
+        outs = zip(self.outs, self.out_blocks, strict=True)
+        widths = [[len(w[linear.weight]) // blocks for linear in out.linears] for out, blocks in outs]
         del regather, kept, w
         yield Pause(Y_bytes)
         found: list[Any] = [None] * len(self.linears)
@@ -146,9 +148,6 @@ class Product:
                 found[place] = Y
         return tuple(found) if len(found) > 1 else found[0], back
 
-    def _blocks(self) -> Iterable[tuple[Out, int]]:
-        return zip(self.outs, self.out_blocks, strict=True)
-
     def run(self, again: Again, sizes: Any, b: int, chunks: int, dYs: Any, w: Gathered, before: Ahead) -> Steps:
         """(2) and (3)."""
         X_bytes, Y_bytes, flops = sizes
@@ -156,8 +155,7 @@ class Product:
         del dYs
         again.launch()
         yield Pause(Y_bytes, 2 * flops)
-        groups = [group for groups in self.groups for group in groups]
-        Ws = [joined([w[linear.weight] for linear in group]) for group in groups]
+        Ws = [joined([w[linear.weight] for linear in group]) for group in self.all_groups]
         dX_flights, dY_mn = list[Flight](), list[list[Tensor]]()
         while flights:
             dY = self.gradients(flights.pop(0), Ws)
@@ -208,8 +206,7 @@ class Product:
     def weight_gradients(self, Xs: list[Flight], dYs: list[list[Tensor]], w: Gathered) -> None:
         while Xs:
             X_mk = stack(Xs.pop(0).wait(), self.blocks)
-            groups = [group for groups in self.groups for group in groups]
-            for dY_n, group in zip(dYs.pop(0), groups, strict=True):
+            for dY_n, group in zip(dYs.pop(0), self.all_groups, strict=True):
                 for linears, dY in _trained(group, dY_n, w):
                     weights = [linear.weight for linear in linears if linear.weight.requires_grad]
                     biases = [each.bias for each in linears if each.bias is not None and each.bias.requires_grad]

@@ -1,6 +1,7 @@
 """The Transformer, written once for every `Parallel`."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,7 +11,7 @@ from cuboid.mesh.place import Place
 from cuboid.model.nn import Block, Model, Norm, Table
 from cuboid.model.parallel import Parallel
 from cuboid.step.op import chain, recomputed
-from cuboid.step.runner import At, Stage
+from cuboid.step.runner import At, Runner, Stage
 from cuboid.step.schedule import interleave
 
 #: What backward computes again rather than keep: nothing, attention, or everything inside a block.
@@ -65,7 +66,11 @@ class Transformer(Model):
     def logits(self, tokens: Tensor, place: Place, caches: dict[Any, Any] | None = None) -> Tensor:
         """This rank's part of the logits, [s, b, v] at `place.logits`. `caches`, empty at first, remembers keys and
         values from call to call."""
-        runner = self.runner_of([*self._trunk(), Stage("logits", self.classifier.logits(), [self.classifier])])
-        task, _ = runner.outputs(tokens, At(place, train=False, caches=caches))
+        task, _ = self._to_logits.outputs(tokens, At(place, train=False, caches=caches))
         (found,) = interleave([task])
         return torch.cat(found, 1)
+
+    @cached_property
+    def _to_logits(self) -> Runner:
+        """Of the same stages, with the logits in place of the head: made once, not for every token of a text."""
+        return self.runner_of([*self._trunk(), Stage("logits", self.classifier.logits(), [self.classifier])])

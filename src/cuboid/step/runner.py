@@ -32,8 +32,7 @@ from cuboid.step.weights import Bucket, Gathered, Landing, Sums
 @dataclass(frozen=True, eq=False)
 class Stage:
     """A layer, and the modules whose weights it needs, itself unless told (none if it is no module): in forward and, if
-    `again`, in backward too.
-    The weights of a module travel together, and are unsharded while the stage runs."""
+    `again`, in backward too. The weights of a module travel together, and are unsharded while the stage runs."""
 
     name: str
     layer: Layer

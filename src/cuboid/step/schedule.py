@@ -114,7 +114,7 @@ class Task(NamedTuple):
 
 
 @dataclass
-class _Runner:
+class _Turns:
     steps: Steps
     task: int
     ready: float = 0.0  # when what it waits for is thought to have landed
@@ -144,7 +144,7 @@ def interleave(tasks: Sequence[Task]) -> list[Any]:
     [['a', 'b']]
     """
     results = [[None] * len(task.steps) for task in tasks]
-    going = {(t, i): _Runner(steps, t) for t, task in enumerate(tasks) for i, steps in enumerate(task.steps)}
+    going = {(t, i): _Turns(steps, t) for t, task in enumerate(tasks) for i, steps in enumerate(task.steps)}
     clock = link = work = sent = 0.0
     while going:
         last = [min((r.done for r in going.values() if r.task == t), default=0) for t in range(len(tasks))]

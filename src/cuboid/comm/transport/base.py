@@ -60,7 +60,7 @@ class Transport:
         return cast(Work, self.wire.all_to_all_single(other, x, here, there, group=self.group, async_op=True))
 
     def reduce_scatter(self, xs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Works, Result]:
-        """Of each x [p·r, ...] the sum of this rank's parts, in `dtype`, flat, one behind another.
+        """Of each x [p·r, ...] the sum of this rank's parts, in `dtype`, flat and concatenated.
 
         An all-to-all followed by a local sum moves the least and lets us choose the sum's precision: fp32 or better.
         """

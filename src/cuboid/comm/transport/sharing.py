@@ -26,7 +26,7 @@ class Sharing:
         self._share, self._devices = share, list[Any]()
 
     def options(self, world: Any, size: int, timeout: timedelta | None) -> dict[str, Any]:
-        """What to ask `torch.distributed` for, given the world's backend, for groups of so many ranks."""
+        """What to ask `torch.distributed` for, given the world's backend, for groups of `size` ranks."""
         gloo = dist.is_gloo_available() and isinstance(world, dist.ProcessGroupGloo)
         if not gloo or not self._share or size > MOST:
             return {"timeout": timeout}
