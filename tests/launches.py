@@ -5,7 +5,7 @@ those that meet in one collective, the same shape. What one rank decides by its 
 shows as a difference.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import World
 from cuboid.step.runner import At
-from cuboid.step.weights import Bucket, Gradients
+from cuboid.step.weights import Bucket, Landing, Tensors
 
 
 class Launch(NamedTuple):
@@ -77,15 +77,15 @@ def noting_empty_buckets(launches: list[Launch]) -> Iterator[None]:
 
     def note(kind: str, bucket: Bucket) -> None:
         x = bucket.mesh.x
-        if x.size > 1 and bucket._split and not bucket.gathers:
+        if x.size > 1 and bucket.lengths and not bucket.gathers:
             launches.append(Launch("x", kind, bucket.dtype, tuple(dist.get_process_group_ranks(x.group)), None))
 
-    def gather_noted(bucket: Bucket) -> Callable[[], list[torch.Tensor]]:
+    def gather_noted(bucket: Bucket) -> Landing:
         note("all_gather", bucket)
         return gather(bucket)
 
-    def reduce_noted(bucket: Bucket, gradients: Gradients) -> Callable[[], Gradients]:
-        if any(gradients[i] is not None for i in bucket._split):
+    def reduce_noted(bucket: Bucket, gradients: Tensors) -> Landing:
+        if gradients.keys() & bucket.lengths.keys():
             note("reduce_scatter", bucket)
         return reduce(bucket, gradients)
 

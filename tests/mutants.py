@@ -98,8 +98,8 @@ MUTANTS = [
         "stale weights",
         WEIGHTS,
         "Bucket._packed",
-        "return joined(parts).to(self.dtype) if parts else None",
-        "return self.__dict__.setdefault('old', joined(parts).to(self.dtype).clone() if parts else None)",
+        "return joined(parts).to(self.dtype) if parts else torch.empty(0)",
+        "return self.__dict__.setdefault('old', joined(parts).to(self.dtype).clone() if parts else torch.empty(0))",
     ),
     Mutant("gradients of a second use dropped", WEIGHTS, "Sums.put", "before.add_(gradient)", "before"),
     Mutant("a small gradient doubled", WEIGHTS, "Gathered.add", "before + gradient", "before + 2 * gradient"),
@@ -127,9 +127,9 @@ MUTANTS = [
     Mutant(
         "messages packed in another order",
         WEIGHTS,
-        "Bucket._unpacked",
-        "by_weight(flat[start:end].view(x, -1), lengths)",
-        "by_weight(flat[start:end].view(x, -1), lengths)[::-1]",
+        "Bucket.gather",
+        "by_weight(part.view(x.size, -1), list(message.values()))",
+        "by_weight(part.view(x.size, -1), list(message.values()))[::-1]",
     ),
     Mutant("late gradients made early", WEIGHTS, "Gathered.make", "if self._late else work()", "if False else work()"),
     # the runner
@@ -148,8 +148,8 @@ MUTANTS = [
         "the kept weights of another stage",
         RUNNER,
         "Runner._through",
-        "zip(self._of[stage], gathered.weights, strict=True)",
-        "zip(self._of[stage], [[x.roll(1, 0) for x in each] for each in gathered.weights], strict=True)",
+        "{p: gathered[p] for p in bucket.parameters}",
+        "{p: gathered[p].roll(1, 0) for p in bucket.parameters}",
     ),
     Mutant(
         "the loss not summed over replicas", RUNNER, "Runner.forward", "in self.sums_over", "in self.sums_over[:-1]"
@@ -166,7 +166,7 @@ MUTANTS = [
         RUNNER,
         "Runner.backward",
         "    passed.early.clear()\n",
-        "    sums.put(*passed.early[0][:1], passed.early[0].land()) if passed.early else None\n",
+        "    sums.put(passed.early[0][0]()) if passed.early else None\n",
     ),
     Mutant("double backward runs", RUNNER, "_Step.backward", "ctx.passed, None", "ctx.passed, ctx.passed"),
     # operations

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from silent import silently
@@ -13,7 +14,7 @@ from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Mesh
 from cuboid.run.launch import Pool, World
 from cuboid.step.op import Diagonal, Layer, Local, Some, chain, fork, local, nothing, recomputed, residual
-from cuboid.step.weights import MOST_IN_FLIGHT, Bucket, Gathered, Gradients, Sums
+from cuboid.step.weights import MOST_IN_FLIGHT, Bucket, Gathered, Sums, Tensors
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,15 @@ def combinator_errors(world: World) -> list[float]:
     values = [torch.randn(5, generator=dice, dtype=torch.float64) for _ in range(4)]
     a, b = (nn.Parameter(value) for value in values[:2])
     X, dY = values[2].requires_grad_(), values[3]
-    bucket = Bucket([(p, Spec((5,), ((),))) for p in (a, b)], Mesh(Cuboid(), alone=True), None)
-    w = Gathered([bucket], [bucket.gather()()], 1, late=False)
+    bucket = Bucket({p: Spec((5,), ((),)) for p in (a, b)}, Mesh(Cuboid(), alone=True), None)
+    w = Gathered([bucket], bucket.gather()(), 1, late=False)
     layer, function = combined(a, b)
     Y, back = run(layer(X.detach(), w, Where(3.0)))
     dX = run(back.run(dY, w, nothing))
     ((_, land),) = w.reduce()
     wanted = function(X)
     wanted_gradients = torch.autograd.grad(wanted, (X, a, b), dY)
-    pairs = zip([Y, dX, *land()], [wanted, *wanted_gradients], strict=True)
+    pairs = zip([Y, dX, *land().values()], [wanted, *wanted_gradients], strict=True)
     return [float((one - other).detach().abs().max()) for one, other in pairs]
 
 
@@ -70,10 +71,10 @@ def test_combinators_match_plain_autograd(pool: Callable[[int], Pool]) -> None:
 
 def bytes_held(world: World) -> tuple[int, int]:
     """By a small weight that may be kept, and by what was gathered with it."""
-    parameters = [(nn.Parameter(torch.zeros(n // 2)), Spec((n,), (("x",),))) for n in (8, 4096)]
+    parameters = {nn.Parameter(torch.zeros(n // 2)): Spec((n,), (("x",),)) for n in (8, 4096)}
     bucket = Bucket(parameters, Mesh(Cuboid(x=2), world.rank), None)
-    w = Gathered([bucket], [bucket.gather()()], 1, late=False)
-    small = parameters[0][0]
+    w = Gathered([bucket], bucket.gather()(), 1, late=False)
+    small, _ = parameters
     return w.lasting(small).untyped_storage().nbytes(), w[small].untyped_storage().nbytes()
 
 
@@ -86,17 +87,17 @@ def test_gathered_lasting_weight_does_not_hold_what_was_gathered_with_it() -> No
 def most_in_flight(world: World) -> int:
     """Of sums over x that a deep model's backward launches."""
     mesh, flying, most = Mesh(Cuboid(x=2), world.rank), 0, 0
-    buckets = [Bucket([(nn.Parameter(torch.zeros(2)), Spec((4,), (("x",),)))], mesh, None) for _ in range(9)]
+    buckets = [Bucket({nn.Parameter(torch.zeros(2)): Spec((4,), (("x",),))}, mesh, None) for _ in range(9)]
     sums = Sums(dict.fromkeys(buckets, 1))
 
-    def landing() -> Gradients:
+    def landing(bucket: Bucket) -> Tensors:
         nonlocal flying
         flying -= 1
-        return [torch.ones(2)]
+        return {p: torch.ones(2) for p in bucket.parameters}
 
     for bucket in buckets:
         flying += 1
-        sums.add([(bucket, landing)])
+        sums.add([(bucket, partial(landing, bucket))])
         sums.used([bucket])
         most = max(most, flying)
     assert len(sums.finish()) == len(buckets)

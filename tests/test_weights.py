@@ -61,7 +61,7 @@ def travelled(world: World, shape: Cuboid, dtype: torch.dtype | None, vocab: int
     for least in (1 << 30, 128):
         with patch("cuboid.step.weights.LEAST_ALONE", least):
             one = Transformer(CuboidParallel(model, mesh, dtype=dtype), seed=1)
-        pieces.append(len(one._buckets[one.blocks[0]].messages()))
+        pieces.append(len(one._buckets[one.blocks[0]].messages))
         mesh.ledger.reset()
         place = one.parallel.place(8, 8)
         losses.append(one(place.take(tokens, 0), place.take(tokens, -100), place))

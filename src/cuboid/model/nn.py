@@ -214,7 +214,7 @@ class Model(nn.Module):
             parameter.data = parameter.data.to(dtype)
         for module in dict.fromkeys(module for stage in stages for module in stage.needs):
             # before there are values: buckets move the shards, and what is empty takes no memory
-            self._buckets[module] = Bucket([(p, d.spec) for _, p, d in declared(module)], mesh, self.parallel.dtype)
+            self._buckets[module] = Bucket({p: d.spec for _, p, d in declared(module)}, mesh, self.parallel.dtype)
         if seed is not None:
             initialise(self, seed)
         for _, parameter, d in declared(self):

@@ -79,7 +79,7 @@ class Memory(TorchDispatchMode):
         """Bytes that forward has saved for backward: what it made that is alive after it, integers, kept weights and
         the loss apart. From now on they are known as such."""
         passed = loss.grad_fn.passed  # type: ignore[union-attr]
-        kept = [weight for weights in passed.kept.values() for weight in weights]
+        kept = [weight for weights in passed.kept.values() for weight in weights.values()]
         others = {_identity(x) for x in (loss, *kept)}
         found = [a for i, (a, _) in list(self._alive.items()) if a.floating and i not in others]
         mine = [alive for alive in found if alive.kind not in ("parameters", "mesh.place")]  # which has angles

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from cuboid.comm.flight import Steps
 from cuboid.mesh.place import Place
 from cuboid.step.op import Back, Layer, nothing
 from cuboid.step.schedule import Move, Order, Schedule, Task, interleave
-from cuboid.step.weights import Bucket, Gathered, Landing, Sums
+from cuboid.step.weights import Bucket, Gathered, Landing, Sums, Tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class _Shelf:
         self,
         buckets: Sequence[Sequence[Bucket]],
         needed: Sequence[bool],
-        kept: dict[Bucket, list[Tensor]],
+        kept: dict[Bucket, Tensors],
         parts: int,
         ahead: bool,
         late: bool = False,
@@ -84,20 +84,20 @@ class _Shelf:
         self._buckets, self._needed, self._kept = buckets, needed, kept
         self._parts, self._ahead, self._late = parts, ahead, late
         self._left = [parts] * len(buckets)
-        self._flying: dict[int, Sequence[Callable[[], list[Tensor]]]] = {}
+        self._flying: dict[int, Sequence[Landing]] = {}
         self._held: dict[int, Gathered] = {}
 
     def _launch(self, i: int) -> None:
         if i < len(self._buckets) and self._left[i] and i not in self._flying and i not in self._held:
             self._flying[i] = [self._gather(bucket) for bucket in self._buckets[i]] if self._needed[i] else ()
 
-    def _gather(self, bucket: Bucket) -> Callable[[], list[Tensor]]:
-        return partial(list, self._kept.pop(bucket)) if bucket in self._kept else bucket.gather()
+    def _gather(self, bucket: Bucket) -> Landing:
+        return partial(dict, self._kept.pop(bucket)) if bucket in self._kept else bucket.gather()
 
     def take(self, i: int) -> Gathered:
         if i not in self._held:
             self._launch(i)
-            weights = [land() for land in self._flying.pop(i)]
+            weights = {p: weight for land in self._flying.pop(i) for p, weight in land().items()}
             self._held[i] = Gathered(self._buckets[i], weights, self._parts, self._late)
             if self._ahead and len(self._held) == 1:
                 self._launch(i + 1)  # once these are here: they would share the link, and all would wait longer
@@ -114,22 +114,15 @@ class _Shelf:
         return gathered
 
 
-class _Early(NamedTuple):
-    """Gradients that a stage made in forward: of the sum of losses, not their mean, and times `shrunk`."""
-
-    bucket: Bucket
-    land: Landing
-    shrunk: float
-
-
 @dataclass
 class Pass:
     """One micro-batch between its forward and its backward."""
 
     backs: list[list[Back]]  # by sub-batch, by stage
     count: Tensor | None = None  # of the losses that are averaged
-    early: list[_Early] = field(default_factory=list)
-    kept: dict[Bucket, list[Tensor]] = field(default_factory=dict)  # unsharded weights
+    #: gradients that stages made in forward: of the sum of losses, not their mean, and times a factor
+    early: list[tuple[Landing, float]] = field(default_factory=list)
+    kept: dict[Bucket, Tensors] = field(default_factory=dict)  # unsharded weights
 
 
 class Runner:
@@ -180,7 +173,7 @@ class Runner:
             for axis in self.sums_over:
                 total = all_reduce(total, axis).wait()
             passed.count = total[1].clamp(min=1)
-            passed.early = [each._replace(land=partial(list, each.land())) for each in passed.early]
+            passed.early = [(partial(dict, land()), shrunk) for land, shrunk in passed.early]
             return total[0] / passed.count, passed
 
         return Task(task.steps, finish)
@@ -205,12 +198,11 @@ class Runner:
             backs.append(back)
             gathered = shelf.leave(i)
             if gathered is not None and at.train:
-                passed.early += [_Early(bucket, land, gathered.shrunk) for bucket, land in gathered.reduce()]
-                for bucket, weights in zip(self._of[stage], gathered.weights, strict=True):
+                passed.early += [(land, gathered.shrunk) for _, land in gathered.reduce()]
+                for bucket in self._of[stage]:
+                    passed.kept.pop(bucket, None)
                     if bucket in self._kept[i]:
-                        passed.kept[bucket] = weights
-                    else:
-                        passed.kept.pop(bucket, None)
+                        passed.kept[bucket] = {p: gathered[p] for p in bucket.parameters}
         return X
 
     # Backward
@@ -219,8 +211,8 @@ class Runner:
         """Gives dX of each sub-batch and, if `late`, what is left for `settle`."""
         assert passed.count is not None
         scale, stages = dloss / passed.count, self.stages[::-1]
-        for bucket, land, shrunk in passed.early:
-            sums.put(bucket, [None if gradient is None else gradient * (scale / shrunk) for gradient in land()])
+        for land, shrunk in passed.early:
+            sums.put({p: gradient * (scale / shrunk) for p, gradient in land().items()})
         passed.early.clear()
         buckets, needed = [self._of[stage] for stage in stages], [stage.again for stage in stages]
         shelf = _Shelf(buckets, needed, passed.kept, len(passed.backs), self.schedule.prefetch, late)
