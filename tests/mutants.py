@@ -49,13 +49,13 @@ def edited(mutant: Mutant) -> Iterator[None]:
 MUTANTS = [
     # the product
     Mutant("dX of one linear replaces the others'", PRODUCT, "Product.run", "add=i > 0", "add=False"),
-    Mutant("a bias of another block", PRODUCT, "Product.bias", "self.k.index if", "0 if"),
+    Mutant("a bias of another block", PRODUCT, "Out.__init__", "k.index if", "0 if"),
     Mutant(
         "X gathered again from the wrong shard",
         PRODUCT,
         "Product.__call__",
-        "partial(self.gather, X_s, chunks)",
-        "partial(self.gather, X_s.flip(1), chunks)",
+        "partial(self.X.gather, X_s, chunks)",
+        "partial(self.X.gather, X_s.flip(1), chunks)",
     ),
     Mutant("blocks of heads out of order", PRODUCT, "tiles", "Ys[j], Xs[i], tile", "Ys[j], Xs[-1 - i], tile"),
     Mutant(
@@ -79,11 +79,11 @@ MUTANTS = [
         "chunks of dY out of order",
         PRODUCT,
         "Product.run",
-        "again.take(), dY_mn, w",
-        "again.take(), dY_mn[::-1], w",
+        "again.flights, dY_mn, w",
+        "again.flights, dY_mn[::-1], w",
     ),
     Mutant("frozen linears take others' columns", PRODUCT, "_trained", "zip(group, parts", "zip(group, parts[::-1]"),
-    Mutant("retained X gathered again", PRODUCT, "Product.__call__", "Again(None, kept) if", "Again(regather, []) if"),
+    Mutant("retained X gathered again", PRODUCT, "Product.__call__", "partial(list, kept) if", "gather if"),
     Mutant("chunks that do not divide", PRODUCT, "chunk_count", "lcm(y, z)", "max(y, z)"),
     # weights
     Mutant(
@@ -238,8 +238,8 @@ MUTANTS = [
         "the way out of attention plays y for z",
         CUBOID,
         "CuboidParallel.out_of",
-        "Product(outs, self.mesh.y, self.mesh.z",
-        "Product(outs, *((self.mesh.z, self.mesh.y) if heads else (self.mesh.y, self.mesh.z))",
+        "Product([linear], y, z",
+        "Product([linear], *((z, y) if heads else (y, z))",
     ),
     # turns
     Mutant("sub-batches run away from each other", SCHEDULE, "interleave", "last[r.task] + MOST_AHEAD", "1000"),

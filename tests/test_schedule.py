@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cuboid.comm.flight import Flight, Pause, Steps
 from cuboid.layers import product
-from cuboid.layers.product import Product
+from cuboid.layers.product import Out, Side
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
@@ -107,13 +107,14 @@ def test_schedule_sets_collective_launch_order(pool: Pools) -> None:
 def backward_of(world: World) -> list[str]:
     """What a step's backward gathers again and when it makes the gradient of a weight, products numbered as forward
     comes to them."""
-    numbers: dict[Product, int] = {}
+    numbers: dict[Side, int] = {}
     events: list[str] = []
-    gather_X, weight_gradient = Product.gather, product.weight_gradient
+    gather_any, weight_gradient = Side.gather, product.weight_gradient
 
-    def gather(self: Product, X_s: Tensor, chunks: int) -> list[Flight]:
-        events.append(f"X{numbers.setdefault(self, len(numbers))}")
-        return gather_X(self, X_s, chunks)
+    def gather(self: Side, X_s: Tensor, chunks: int) -> list[Flight]:
+        if not isinstance(self, Out):
+            events.append(f"X{numbers.setdefault(self, len(numbers))}")
+        return gather_any(self, X_s, chunks)
 
     def gradient(*args: Any) -> None:
         events.append("dW")
@@ -121,7 +122,7 @@ def backward_of(world: World) -> list[str]:
 
     model = Transformer(CuboidParallel(MODEL.replace(layers=2, dropout=0.0), Mesh(Cuboid(), alone=True)))
     place = model.parallel.place(8, 12)
-    with patch.object(Product, "gather", gather), patch.object(product, "weight_gradient", gradient):
+    with patch.object(Side, "gather", gather), patch.object(product, "weight_gradient", gradient):
         loss = model(*(place.take(whole, 0) for whole in batch()), place)
         events.clear()
         loss.backward()

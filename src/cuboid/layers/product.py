@@ -47,166 +47,168 @@ class Affine(NamedTuple):
     shape: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Out:
-    """Linears whose outputs travel in one reduce-scatter, side by side in the last dim, split over k by heads or by
-    tokens. `places` are theirs among all outputs of the product."""
+class Side:
+    """X or Y of a product: all-gathered over an axis before it is multiplied, reduce-scattered over it when it was
+    made; split over it by heads or by tokens. The `other` axis splits its features."""
 
-    linears: Sequence[Affine]
-    places: Sequence[int]
-    heads: bool = False
+    def __init__(self, axis: Axis, other: Axis, heads: bool) -> None:
+        self.axis = axis
+        self.blocks = axis.size if heads else 1  # of what is gathered
+        self.parts = other.size if heads else 1  # that a chunk takes rows from
+
+    def gather(self, X_s: Tensor, chunks: int) -> list[Flight]:
+        """[s, b, k], launched by chunk."""
+        return [all_gather(chunk, self.axis) for chunk in cut(X_s, chunks, self.parts)]
+
+    def stack(self, X: Tensor) -> Tensor:
+        """[(blocks s) b k] -> [blocks, m, k]."""
+        s, b, k = X.shape
+        return X.reshape(self.blocks, s // self.blocks * b, k)
+
+    def scatter(self, X_m: Tensor) -> Flight:
+        """[blocks, m, k], launched."""
+        return reduce_scatter(X_m.flatten(0, 1), self.axis)
+
+    def land(self, chunks: Sequence[Flight], b: int) -> Tensor:
+        """What was scattered -> [s, b, k]"""
+        return join([unstack(chunk.wait(), b) for chunk in chunks], self.parts)
+
+
+class Out(Side):
+    """Y of linears whose outputs travel in one reduce-scatter, side by side in the last dim. `linears` are numbered as
+    the product's outputs."""
+
+    def __init__(self, k: Axis, n: Axis, heads: bool, linears: dict[int, Affine]) -> None:
+        super().__init__(k, n, heads)
+        self.places, self.linears, self._block = list(linears), list(linears.values()), k.index if heads else 0
+        self._biases = [linear.bias for linear in self.linears if linear.bias is not None]
+        # those multiplied as one matrix: all, unless each block has some rows of every weight
+        self.groups = [self.linears] if self.blocks == 1 else [[linear] for linear in self.linears]
+        assert len(self._biases) in (0, len(linears)), "linears that share a scatter have a bias each or none at all"
+
+    def multiply(self, X_mk: Tensor, w: Gathered) -> Flight:
+        """(1), and its scatter launched."""
+        widths = self.widths(w)
+        Y_mn = X_mk.new_empty(self.blocks, X_mk.shape[1], sum(widths))
+        for group, Y in zip(self.groups, self.columns(Y_mn, widths), strict=True):
+            multiply(X_mk, weight_of(group, w), Y)
+        return self.scatter(Y_mn)
+
+    def widths(self, w: Gathered) -> list[int]:
+        """Of each linear's columns in a block."""
+        return [w.shape(linear.weight)[0] // self.blocks for linear in self.linears]
+
+    def columns(self, Y: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        """The part of Y [blocks, m, n] that belongs to each group."""
+        return [Y] if len(self.groups) == 1 else Y.split_with_sizes(widths, -1)
+
+    def bias(self, w: Gathered) -> Tensor | None:
+        """Of this rank's columns: of all of them split by tokens, of the k-th block split by heads."""
+        parts = [w[bias].view(self.blocks, -1)[self._block] for bias in self._biases]
+        return torch.cat(parts) if parts else None
 
 
 class Again:
-    """AG_n(X) for backward: kept, or gathered again when somebody first asks for it."""
+    """AG_n(X) for backward: gathered again, or only handed out, when somebody first asks for it."""
 
-    def __init__(self, launch: Callable[[], list[Flight]] | None, flights: list[Flight]) -> None:
-        self._launch, self._flights = launch, flights
+    def __init__(self, gather: Callable[[], list[Flight]]) -> None:
+        self._gather: Callable[[], list[Flight]] | None = gather
+        self.flights: list[Flight] = []
 
     def launch(self) -> None:
-        if self._launch is not None:
-            launch, self._launch = self._launch, None  # the shard goes with it
-            self._flights = launch()
-
-    def take(self) -> list[Flight]:
-        self.launch()
-        flights, self._flights = self._flights, []
-        return flights
+        if self._gather is not None:
+            gather, self._gather = self._gather, None  # the shard goes with it
+            self.flights = gather()
 
 
 @dataclass(eq=False)
 class Product:
     """X [s, b, k] -> a tensor [s, b, n] for each linear; the tensor itself where there is one linear."""
 
-    outs: Sequence[Out]
+    linears: Sequence[Affine]
     k: Axis
     n: Axis
     heads: bool = False  # X is split by heads over n; else by tokens
+    by_heads: Sequence[bool] = ()  # which outputs are split by heads over k, none unless told; the others by tokens
     retain: bool = False  # keep AG_n(X) for backward instead of gathering again
     chunks: int = 1  # at most
     takes: str = ""
     gives: str = ""
 
     def __post_init__(self) -> None:
-        k, n = self.k.size, self.n.size
-        self.linears = [linear for out in self.outs for linear in out.linears]
-        self.blocks = n if self.heads else 1  # of gathered X
-        self.parts = k if self.heads else 1  # that a chunk of X takes rows from
-        self.out_blocks = [k if out.heads else 1 for out in self.outs]  # of Y before it is scattered
-        self.out_parts = [n if out.heads else 1 for out in self.outs]
-        # those multiplied as one matrix: all of an out, unless each of its blocks has some rows of every weight
-        self.groups = [
-            [out.linears] if blocks == 1 else [[linear] for linear in out.linears]
-            for out, blocks in zip(self.outs, self.out_blocks, strict=True)
-        ]
-        self.all_groups = [group for groups in self.groups for group in groups]
-        for out in self.outs:
-            biases = [linear.bias for linear in out.linears if linear.bias is not None]
-            assert len(biases) in (0, len(out.linears)), "linears that share a scatter have a bias each or none at all"
+        self.X, which = Side(self.n, self.k, self.heads), self.by_heads or [False] * len(self.linears)
+        some = {heads: {i: each for i, each in enumerate(self.linears) if which[i] == heads} for heads in (True, False)}
+        self.outs = [Out(self.k, self.n, heads, linears) for heads, linears in some.items() if linears]
+        self.groups = [group for out in self.outs for group in out.groups]
 
-    def pauses(self, X_s: Tensor) -> tuple[float, float, float]:
+    def pauses(self, m: int, itemsize: int) -> tuple[float, float, float]:
         """Bytes of X and of Y that a rank receives, and FLOPs: by global shapes, the same on all ranks."""
         n = sum(linear.shape[0] for linear in self.linears) / self.n.size
         k = self.linears[0].shape[1] / self.k.size
-        m = X_s.shape[0] * X_s.shape[1] * (1 if self.heads else self.n.size)
-        X, Y = (m * size * X_s.element_size() * (1 - 1 / axis.size) for size, axis in ((k, self.n), (n, self.k)))
+        X, Y = (m * size * itemsize * (1 - 1 / axis.size) for size, axis in ((k, self.n), (n, self.k)))
         return X, Y, 2 * m * k * n
 
-    def gather(self, X_s: Tensor, chunks: int) -> list[Flight]:
-        return [all_gather(chunk, self.n) for chunk in cut(X_s, chunks, self.parts)]
-
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
-        s, b, _ = X_s.shape
-        chunks = chunk_count(s * (1 if self.heads else self.n.size), self.k.size, self.n.size, self.chunks)
-        X_bytes, Y_bytes, flops = self.pauses(X_s)
-        Xs, regather = self.gather(X_s, chunks), partial(self.gather, X_s, chunks)
+        s, b = X_s.shape[0] * (1 if self.heads else self.n.size), X_s.shape[1]
+        chunks = chunk_count(s, self.k.size, self.n.size, self.chunks)
+        X_bytes, Y_bytes, flops = self.pauses(s * b, X_s.element_size())
+        Xs, gather = self.X.gather(X_s, chunks), partial(self.X.gather, X_s, chunks)
         del X_s
         yield Pause(X_bytes, flops)
         kept, Ys = list[Flight](), list[list[Flight]]()
         while Xs:
             X = Xs.pop(0).wait()
-            Ys.append([reduce_scatter(Y_mn, self.k) for Y_mn in self.outputs(X, w)])  # (1)
+            Ys.append([out.multiply(self.X.stack(X), w) for out in self.outs])  # (1)
             if self.retain:
                 kept.append(landed(X))
             del X
-        biases = [self.bias(i, w) for i in range(len(self.outs))]
+        rest = [(out, out.bias(w), out.widths(w)) for out in self.outs]
         back = None
         if at.train:
-            again = Again(None, kept) if self.retain else Again(regather, [])
+            again = Again(partial(list, kept) if self.retain else gather)
             back = Back(partial(self.run, again, (X_bytes, Y_bytes, flops), b, chunks), again.launch)
             del again
-        outs = zip(self.outs, self.out_blocks, strict=True)
-        widths = [[len(w[linear.weight]) // blocks for linear in out.linears] for out, blocks in outs]
-        del regather, kept, w
+        del gather, kept, w
         yield Pause(Y_bytes)
         found: list[Any] = [None] * len(self.linears)
-        for i, out in enumerate(self.outs):
-            Y_s = join([unstack(each[i].wait(), b) for each in Ys], self.out_parts[i])
-            bias = biases[i]
+        for (out, bias, widths), flights in zip(rest, zip(*Ys, strict=True), strict=True):
+            Y_s = out.land(flights, b)
             Y_s = Y_s if bias is None else Y_s.add_(bias)
-            for place, Y in zip(out.places, [Y_s] if len(out.places) == 1 else Y_s.split(widths[i], -1), strict=True):
+            for place, Y in zip(out.places, [Y_s] if len(widths) == 1 else Y_s.split(widths, -1), strict=True):
                 found[place] = Y
         return tuple(found) if len(found) > 1 else found[0], back
 
     def run(self, again: Again, sizes: Any, b: int, chunks: int, dYs: Any, w: Gathered, before: Ahead) -> Steps:
         """(2) and (3)."""
         X_bytes, Y_bytes, flops = sizes
-        flights = self.gather_gradients(dYs if len(self.linears) > 1 else (dYs,), chunks)
+        dYs = dYs if len(self.linears) > 1 else (dYs,)
+        flights = [out.gather(side_by_side([dYs[i] for i in out.places]), chunks) for out in self.outs]
         del dYs
         again.launch()
         yield Pause(Y_bytes, 2 * flops)
-        Ws = [joined([w[linear.weight] for linear in group]) for group in self.all_groups]
+        Ws = [weight_of(group, w) for group in self.groups]
         dX_flights, dY_mn = list[Flight](), list[list[Tensor]]()
-        while flights:
-            dY = self.gradients(flights.pop(0), Ws)
-            dX_mk = dY[0].new_empty(self.blocks, dY[0].shape[1], Ws[0].shape[1] // self.blocks)
+        while flights[0]:
+            dY = list[Tensor]()
+            for out, chunk in zip(self.outs, flights, strict=True):
+                dY += out.columns(out.stack(chunk.pop(0).wait()), out.widths(w))
+            dX_mk = dY[0].new_empty(self.X.blocks, dY[0].shape[1], Ws[0].shape[1] // self.X.blocks)
             for i, (dY_n, W) in enumerate(zip(dY, Ws, strict=True)):
                 multiply_transposed(dY_n, W, dX_mk, add=i > 0)
-            dX_flights.append(reduce_scatter(dX_mk.flatten(0, 1), self.n))  # (2), under wgrad's product
+            dX_flights.append(self.X.scatter(dX_mk))  # (2), under wgrad's product
             dY_mn.append(dY)
             del dX_mk, dY
         before()
         del Ws
-        w.make(partial(self.weight_gradients, again.take(), dY_mn, w))  # (3)
+        w.make(partial(self.weight_gradients, again.flights, dY_mn, w))  # (3)
         del dY_mn, w
         yield Pause(X_bytes)
-        return join([unstack(flight.wait(), b) for flight in dX_flights], self.parts)
-
-    def outputs(self, X: Tensor, w: Gathered) -> Iterable[Tensor]:
-        """Y [(blocks m) n] of each out, before it is scattered."""
-        X_mk = stack(X, self.blocks)
-        for groups, blocks in zip(self.groups, self.out_blocks, strict=True):
-            Ws = [joined([w[linear.weight] for linear in group]) for group in groups]
-            Y_mn = X.new_empty(blocks, X_mk.shape[1], sum(W.shape[0] for W in Ws) // blocks)
-            for Y, W in zip(columns(Y_mn, Ws), Ws, strict=True):
-                multiply(X_mk, W, Y)
-            yield Y_mn.flatten(0, 1)
-
-    def bias(self, i: int, w: Gathered) -> Tensor | None:
-        """Of this rank's columns of out i: of all of them split by tokens, of the k-th block split by heads."""
-        block, biases = self.k.index if self.outs[i].heads else 0, [linear.bias for linear in self.outs[i].linears]
-        parts = [w[bias].view(self.out_blocks[i], -1)[block] for bias in biases if bias is not None]
-        return torch.cat(parts) if parts else None
-
-    def gather_gradients(self, dYs: Sequence[Tensor], chunks: int) -> list[list[Flight]]:
-        """AG_k(dY) by chunk and out, launched."""
-        parts = []
-        for out, count in zip(self.outs, self.out_parts, strict=True):
-            mine = [dYs[place] for place in out.places]
-            parts.append(cut(torch.cat(mine, -1) if len(mine) > 1 else mine[0], chunks, count))
-        return [[all_gather(dY, self.k) for dY in chunk] for chunk in zip(*parts, strict=True)]
-
-    def gradients(self, flights: Sequence[Flight], Ws: Sequence[Tensor]) -> list[Tensor]:
-        """dY [blocks, m, n] of each group's weight, gathered."""
-        found: list[Tensor] = []
-        for flight, groups, blocks in zip(flights, self.groups, self.out_blocks, strict=True):
-            found += columns(stack(flight.wait(), blocks), Ws[len(found) : len(found) + len(groups)])
-        return found
+        return self.X.land(dX_flights, b)
 
     def weight_gradients(self, Xs: list[Flight], dYs: list[list[Tensor]], w: Gathered) -> None:
         while Xs:
-            X_mk = stack(Xs.pop(0).wait(), self.blocks)
-            for dY_n, group in zip(dYs.pop(0), self.all_groups, strict=True):
+            X_mk = self.X.stack(Xs.pop(0).wait())
+            for dY_n, group in zip(dYs.pop(0), self.groups, strict=True):
                 for linears, dY in _trained(group, dY_n, w):
                     weights = [linear.weight for linear in linears if linear.weight.requires_grad]
                     biases = [each.bias for each in linears if each.bias is not None and each.bias.requires_grad]
@@ -214,6 +216,15 @@ class Product:
                         weight_gradient(dY, X_mk, *w.gradient(weights))
                     if biases:
                         add_up(dY, *w.gradient(biases))  # dY is whole over k, so db needs no sum over k
+
+
+def weight_of(group: Sequence[Affine], w: Gathered) -> Tensor:
+    """Of linears that are multiplied as one matrix."""
+    return joined([w[linear.weight] for linear in group])
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors), -1) if len(tensors) > 1 else tensors[0]
 
 
 def _trained(group: Sequence[Affine], dY: Tensor, w: Gathered) -> Iterable[tuple[Sequence[Affine], Tensor]]:
@@ -256,23 +267,10 @@ def join(chunks: Sequence[Tensor], parts: int) -> Tensor:
     return torch.cat([chunk.unflatten(0, (parts, -1)) for chunk in chunks], 1).flatten(0, 1)
 
 
-def stack(X: Tensor, blocks: int) -> Tensor:
-    """[(blocks s) b k] -> [blocks, m, k]."""
-    s, b, k = X.shape
-    return X.reshape(blocks, s // blocks * b, k)
-
-
 def unstack(X: Tensor, b: int) -> Tensor:
     """[(s b) k] -> [s, b, k]"""
     m, k = X.shape
     return X.view(m // b, b, k)
-
-
-def columns(Y: Tensor, Ws: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The part of Y [blocks, m, n] that belongs to each weight."""
-    if len(Ws) == 1:
-        return (Y,)
-    return Y.split([W.shape[0] // Y.shape[0] for W in Ws], dim=-1)
 
 
 def tiles(Y: Tensor, X: Tensor, W: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:

@@ -26,7 +26,7 @@ from cuboid.layers.embedding import Lookup
 from cuboid.layers.head import HeadLoss
 from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
-from cuboid.layers.product import Affine, Out, Product
+from cuboid.layers.product import Affine, Product
 from cuboid.layers.randomness import dropout, key_of
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, cut, round_up
@@ -129,11 +129,9 @@ class CuboidParallel:
         y, z = self.mesh.y, self.mesh.z
         # outputs whose heads y·z cannot split come out split by tokens; `attend` gathers them
         whole = [bool(heads) and heads[i] % (y.size * z.size) == 0 for i in range(len(linears))]
-        chosen = [[i for i, each in enumerate(whole) if each == by_heads] for by_heads in (True, False)]
-        outs = [Out([linears[i] for i in some], some, whole[some[0]]) for some in chosen if some]
         chunks = 1 if heads and not all(whole) else self.schedule.chunks
         gives = "heads" if heads else "inner"
-        return Product(outs, z, y, False, self._retain, chunks, takes="residual", gives=gives)
+        return Product(linears, z, y, False, whole, self._retain, chunks, takes="residual", gives=gives)
 
     def attend(self, norms: Sequence[nn.Parameter] = (), causal: bool = True) -> Layer:
         c, mesh = self.config, self.mesh
@@ -142,8 +140,8 @@ class CuboidParallel:
 
     def out_of(self, linear: Affine, heads: bool = False) -> Layer:
         takes = "attended" if heads else "inner"
-        chunks, outs = self.schedule.chunks, [Out([linear], [0])]
-        return Product(outs, self.mesh.y, self.mesh.z, heads, self._retain, chunks, takes=takes, gives="residual")
+        y, z, chunks = self.mesh.y, self.mesh.z, self.schedule.chunks
+        return Product([linear], y, z, heads, (), self._retain, chunks, takes=takes, gives="residual")
 
     @property
     def _retain(self) -> bool:
@@ -154,7 +152,7 @@ class CuboidParallel:
 
     def logits(self, weight: nn.Parameter, rows: int) -> Layer:
         linear = Affine(weight, None, (rows, self.config.hidden))
-        return Product([Out([linear], [0])], self.mesh.z, self.mesh.y, takes="residual")
+        return Product([linear], self.mesh.z, self.mesh.y, takes="residual")
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
         return HeadLoss(weight, rows, self.mesh, self.policy.head_elements, takes="residual")

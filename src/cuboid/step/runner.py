@@ -97,7 +97,9 @@ class _Shelf:
     def take(self, i: int) -> Gathered:
         if i not in self._held:
             self._launch(i)
-            weights = {p: weight for land in self._flying.pop(i) for p, weight in land().items()}
+            weights: Tensors = {}
+            for land in self._flying.pop(i):
+                weights |= land()
             self._held[i] = Gathered(self._buckets[i], weights, self._parts, self._late)
             if self._ahead and len(self._held) == 1:
                 self._launch(i + 1)  # once these are here: they would share the link, and all would wait longer

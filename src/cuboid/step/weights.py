@@ -67,8 +67,8 @@ class Bucket:
         flight = all_gather(self._packed(), x, sizes) if self.gathers else landed(self._packed())
 
         def land() -> Tensors:
-            whole = {p: p.detach() for p in self.parameters}
-            parts = flight.wait().split([x.size * size for size in sizes])
+            whole = {p: p.detach() for p in self.parameters if p not in self.lengths}
+            parts = flight.wait().split_with_sizes([x.size * size for size in sizes])
             for message, part in zip(self.messages, parts, strict=True):
                 for p, weight in zip(message, by_weight(part.view(x.size, -1), list(message.values())), strict=True):
                     rows, *rest = self.shapes[p]
@@ -99,7 +99,7 @@ class Bucket:
         del packed
 
         def land() -> Tensors:
-            for p, part in zip(sent, flight.wait().split(list(sent.values())), strict=True):
+            for p, part in zip(sent, flight.wait().split_with_sizes(list(sent.values())), strict=True):
                 gradients[p] = part[: p.numel()].view(p.shape)
             return gradients
 
@@ -128,9 +128,9 @@ def by_weight(parts: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
     """[ranks, Σ lengths] -> for each length, all ranks' parts, flat."""
     sizes = [len(parts) * n for n in lengths]
     if 1 in (len(parts), len(lengths)):
-        return parts.view(-1).split(sizes)
-    found = torch.empty_like(parts).view(-1).split(sizes)
-    for each, part in zip(found, parts.split(list(lengths), 1), strict=True):
+        return parts.view(-1).split_with_sizes(sizes)
+    found = torch.empty_like(parts).view(-1).split_with_sizes(sizes)
+    for each, part in zip(found, parts.split_with_sizes(list(lengths), 1), strict=True):
         each.view(part.shape).copy_(part)
     return found
 
@@ -199,7 +199,7 @@ class Gathered:
         if wide or self._uses > 1:
             dtype = torch.promote_types(dtype, torch.float32)
         joint = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=parameters[0].device)
-        self._sums.update(zip(parameters, joint.split(rows), strict=True))
+        self._sums.update(zip(parameters, joint.split_with_sizes(rows), strict=True))
         return joint, False
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
