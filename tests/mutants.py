@@ -170,19 +170,19 @@ MUTANTS = [
     ),
     Mutant("double backward runs", RUNNER, "_Step.backward", "ctx.passed, None", "ctx.passed, ctx.passed"),
     # operations
-    Mutant("a sign of the residual", OP, "Residual._run", "dX + dY", "dX - dY"),
-    Mutant("one branch's gradient alone", OP, "Fork._run", "else total + dX", "else total"),
+    Mutant("a sign of the residual", OP, "Residual.__call__", "dX + dY", "dX - dY"),
+    Mutant("one branch's gradient alone", OP, "Fork.__call__", "else total + dX", "else total"),
     Mutant(
-        "recomputed without dropout", OP, "Recomputed._run", "w, at)\n", "w, type(at)(at.place, at.targets, at.loss))\n"
+        "recomputed without dropout", OP, "Recomputed._run", "w, at))", "w, type(at)(at.place, at.targets, at.loss)))"
     ),
     Mutant(
         "keys for values",
         OP,
-        "Some._together",
-        "zip(self.which, mine, strict=True)",
-        "zip(self.which, mine[::-1], strict=True)",
+        "Some.__call__",
+        "(*left, *Y, *right)",
+        "(*left, *Y[::-1], *right)",
     ),
-    Mutant("turns by a rank's own sizes", OP, "Moved.__call__", "tokens * self.width * X.element_size()", "X.nbytes"),
+    Mutant("turns by a rank's own sizes", OP, "_move", "tokens * width * X.element_size()", "X.nbytes"),
     # embedding, head, loss, norm
     Mutant("the first row taken for another's", EMBEDDING, "_own", "local >= 0", "local > 0"),
     Mutant("a table's gradient not begun at zero", EMBEDDING, "_add_rows", "if not add:", "if False:"),

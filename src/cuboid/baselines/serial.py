@@ -22,7 +22,7 @@ from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import residual_dropout
 from cuboid.model.parallel import Role
 from cuboid.model.rotary import rotation
-from cuboid.step.op import Ahead, Back, Layer, Local, vjp
+from cuboid.step.op import Ahead, Back, Layer, Local, recomputed, vjp
 from cuboid.step.schedule import OFF, Schedule
 from cuboid.step.weights import Gathered
 
@@ -84,11 +84,10 @@ class Serial:
 def norm(weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> Layer:
     """Of rows that are whole. RMSNorm is made again in backward: PyTorch keeps several tensors as large as X of it."""
     if bias is None:
-        scaled = Local(lambda X, w: F.rms_norm(X, w.shape, w, eps), weight, keep_inputs=True)
-    else:
-        scaled = Local(lambda X, w, b: F.layer_norm(X, w.shape, w, b, eps), weight, bias)
-    scaled.takes = scaled.gives = "residual"
-    return scaled
+        return recomputed(
+            Local(lambda X, w: F.rms_norm(X, w.shape, w, eps), weight, takes="residual", gives="residual")
+        )
+    return Local(lambda X, w, b: F.layer_norm(X, w.shape, w, b, eps), weight, bias, takes="residual", gives="residual")
 
 
 def outputs(biased: Sequence[bool], X: Tensor, *parameters: Tensor) -> Any:

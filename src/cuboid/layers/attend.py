@@ -22,7 +22,7 @@ from cuboid.comm.flight import Pause, Steps
 from cuboid.layers.attention import Cache, attend, attend_both_ways, attend_cached, rotate
 from cuboid.mesh.layout import ceil_div
 from cuboid.step.fuse import Fuse, plain
-from cuboid.step.op import Layer, Local, Moved, Some, chain
+from cuboid.step.op import Layer, Local, Some, chain, moved, recomputed
 from cuboid.step.weights import Gathered
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -47,9 +47,9 @@ class Attend:
 
     def __post_init__(self) -> None:
         few = self.kv_heads % (self.y.size * self.z.size) != 0
-        self._first: list[Layer] = [Some((1, 2), chain(*self._pick()))] if few else []
+        self._first: list[Layer] = [Some(1, 2, chain(*self._pick()))] if few else []
         if self.norms:
-            self._first.append(Some((0, 1), Local(self._normalised, *self.norms, keep_inputs=True)))
+            self._first.append(Some(0, 1, recomputed(Local(self._normalised, *self.norms))))
         self._here = chain(*self._first, Local(self._attend, placed=True))
 
     def __call__(self, qkv: QKV, w: Gathered, at: Any) -> Steps:
@@ -87,11 +87,11 @@ class Attend:
     def _over(self, context: Axis, width: int) -> Layer:
         gathered = chain(
             Local(lambda k, v: torch.cat((k, v), 2)),
-            Moved("all_gather", context, 2 * width),
+            moved("all_gather", context, 2 * width),
             Local(partial(in_order, context.size)),
         )
         return chain(
-            *self._first, Local(self._rotated, placed=True), Some((1, 2), gathered), Local(self._pieces, placed=True)
+            *self._first, Local(self._rotated, placed=True), Some(1, 2, gathered), Local(self._pieces, placed=True)
         )
 
     def _pieces(self, at: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Attend:
         y, z, kv_dim, layers, first = self.y, self.z, self.kv_heads * self.head_dim, list[Layer](), 0
         width = ceil_div(kv_dim, y.size)
         if self.kv_heads % y.size:
-            layers += [Local(partial(padded, width)), Moved("all_gather", y, 2 * kv_dim / z.size)]
+            layers += [Local(partial(padded, width)), moved("all_gather", y, 2 * kv_dim / z.size)]
             layers.append(Local(partial(features_joined, kv_dim)))
             width = kv_dim
         else:
@@ -122,7 +122,7 @@ class Attend:
         each = sorted(set(need))
         if [head for head in each for _ in range(mine // len(each))] == need:
             need = each  # every key head serves as many of our queries
-        layers += [Local(lambda k, v: torch.cat((k, v), -1)), Moved("all_gather", z, 2 * width)]
+        layers += [Local(lambda k, v: torch.cat((k, v), -1)), moved("all_gather", z, 2 * width)]
         return [*layers, Local(partial(picked, need, self.head_dim))]
 
 

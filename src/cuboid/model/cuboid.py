@@ -35,7 +35,7 @@ from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.parallel import Role
 from cuboid.model.rotary import rotation
-from cuboid.step.op import Diagonal, Layer
+from cuboid.step.op import Layer, diagonal
 from cuboid.step.runner import At
 from cuboid.step.schedule import PREFETCH, Schedule
 
@@ -167,7 +167,7 @@ def residual_dropout(config: ModelConfig, name: str) -> Layer:
     def drop(at: At, X: Tensor) -> Tensor:
         return X if at.seed is None else dropout(X, config.dropout, key_of(at.seed, name), at.place.residual)
 
-    return Diagonal(drop)
+    return diagonal(drop)
 
 
 def suitable_schedule(

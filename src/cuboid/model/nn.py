@@ -169,7 +169,7 @@ class MLP(LayerModule):
         self.up = Linear(parallel, "into", c.ffn, c.hidden, bias, c.init_std)
         self.down = Linear(parallel, "out_of", c.hidden, c.ffn, bias, c.init_std / (2 * c.layers) ** 0.5)
         into = parallel.into([each.affine for each in (self.gate, self.up) if each is not None])
-        bend = Local(gelu) if self.gate is None else Local(fuse(swiglu), keep_inputs=True)
+        bend = Local(gelu) if self.gate is None else recomputed(Local(fuse(swiglu)))
         self.layer = chain(into, bend, parallel.out_of(self.down.affine))
 
 

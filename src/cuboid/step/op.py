@@ -83,21 +83,13 @@ def vjp(fn: Callable[..., Any], *xs: Tensor) -> tuple[Any, Callable[[Any], tuple
 
 
 class Local:
-    """A layer of plain PyTorch: Y = fn(*X, *parameters). It keeps what autograd saves of fn, or, with `keep_inputs`, X
-    alone, and calls fn again in backward. With `placed`, fn takes `at` first. Copies of parameters that
-    were gathered are kept: they are small."""
+    """A layer of plain PyTorch, applied to a rank's part of X: Y = fn(*X, *parameters). It keeps what autograd saves of
+    fn. With `placed`, fn takes `at` first. Copies of parameters that were gathered are kept: they are small."""
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        *parameters: nn.Parameter,
-        keep_inputs: bool = False,
-        placed: bool = False,
-        takes: str = "",
-        gives: str = "",
+        self, fn: Callable[..., Any], *parameters: nn.Parameter, placed: bool = False, takes: str = "", gives: str = ""
     ) -> None:
-        self.fn, self.parameters, self.keep_inputs, self.placed = fn, parameters, keep_inputs, placed
-        self.takes, self.gives = takes, gives
+        self.fn, self.parameters, self.placed, self.takes, self.gives = fn, parameters, placed, takes, gives
 
     def __call__(self, X: Any, w: Any, at: Any) -> Steps:
         fn = partial(self.fn, at) if self.placed else self.fn
@@ -105,72 +97,61 @@ class Local:
         xs = X if several else (X,)
         if not at.train:
             return fn(*xs, *(w[p] for p in self.parameters)), None
-        if self.keep_inputs:
-            Y = fn(*xs, *(w[p] for p in self.parameters))
-            return Y, Back(partial(self._again, fn, [xs], several))
         Y, back = vjp(fn, *xs, *(w.lasting(p) for p in self.parameters))
-        return Y, Back(partial(self._run, back, several))
-        yield
+        count = len(xs)
 
-    def _again(self, fn: Callable[..., Any], saved: list[Any], several: bool, dY: Any, w: Any, before: Ahead) -> Steps:
-        _, back = vjp(fn, *saved.pop(), *(w[p] for p in self.parameters))
-        return self._run(back, several, dY, w, before)
-
-    def _run(self, back: Callable[[Any], Any], several: bool, dY: Any, w: Any, before: Ahead) -> Steps:
-        found = back(dY)
-        count = len(found) - len(self.parameters)
-        for parameter, gradient in zip(self.parameters, found[count:], strict=True):
-            w.add(parameter, gradient)
-        return found[:count] if several else found[0]
-        yield
-
-
-def local(fn: Callable[..., Any], *parameters: nn.Parameter) -> Local:
-    """A layer of plain PyTorch, fn(*X, *parameters) -> Y, applied to a rank's part of X."""
-    return Local(fn, *parameters)
-
-
-class Diagonal:
-    """A layer that multiplies each element by a number of its own, which makes it its own transpose: Y = fn(at, X) and
-    dX = fn(at, dY). Nothing is saved."""
-
-    takes = gives = ""
-
-    def __init__(self, fn: Callable[[Any, Tensor], Tensor]) -> None:
-        self.fn = fn
-
-    def __call__(self, X: Tensor, w: Any, at: Any) -> Steps:
-        def run(dY: Tensor, w: Any, before: Ahead) -> Steps:
-            return self.fn(at, dY)
+        def run(dY: Any, w: Any, before: Ahead) -> Steps:
+            found = back(dY)
+            for parameter, gradient in zip(self.parameters, found[count:], strict=True):
+                w.add(parameter, gradient)
+            return found[:count] if several else found[0]
             yield
 
-        return self.fn(at, X), Back(run) if at.train else None
+        return Y, Back(run)
         yield
 
 
-class Moved:
-    """A collective; backward's is its transpose. `width` is the number of elements that a token of X has: sizes of
-    pauses are the same on all ranks even where X is not."""
+# Linear maps that know their transpose: nothing is saved
+
+
+class Transposable:
+    """Y = forward(at, X) and dX = transpose(at, dY), both `Steps`."""
 
     takes = gives = ""
 
-    def __init__(self, kind: Kind, axis: Axis, width: float = 0.0) -> None:
-        self.kind, self.axis, self.width = kind, axis, width
+    def __init__(self, forward: Callable[[Any, Tensor], Steps], transpose: Callable[[Any, Tensor], Steps]) -> None:
+        self.forward, self.transpose = forward, transpose
 
     def __call__(self, X: Tensor, w: Any, at: Any) -> Steps:
-        tokens = len(at.place.positions) * len(at.place.samples)
-        pause = Pause(sent=tokens * self.width * X.element_size() * (1 - 1 / self.axis.size))
-        Y = yield from self._move(self.kind, X, pause)
-        if not at.train:
-            return Y, None
-        return Y, Back(lambda dY, w, before: self._move(TRANSPOSE[self.kind], dY, pause))
+        steps = self.forward(at, X)
+        del X
+        Y = yield from steps
+        return Y, Back(lambda dY, w, before: self.transpose(at, dY)) if at.train else None
 
-    def _move(self, kind: Kind, x: Tensor, pause: Pause) -> Steps:
-        flight = COLLECTIVES[kind](x, self.axis)
-        del x
-        if self.axis.size > 1:
-            yield pause
-        return flight.wait()
+
+def diagonal(fn: Callable[[Any, Tensor], Tensor]) -> Layer:
+    """fn(at, X) multiplies each element by a number of its own: it is its own transpose."""
+
+    def apply(at: Any, X: Tensor) -> Steps:
+        return fn(at, X)
+        yield
+
+    return Transposable(apply, apply)
+
+
+def moved(kind: Kind, axis: Axis, width: float) -> Layer:
+    """A collective. `width` is the number of elements that a token of X has: sizes of pauses are the same on all ranks
+    even where X is not."""
+    return Transposable(partial(_move, kind, axis, width), partial(_move, TRANSPOSE[kind], axis, width))
+
+
+def _move(kind: Kind, axis: Axis, width: float, at: Any, X: Tensor) -> Steps:
+    flight, tokens = COLLECTIVES[kind](X, axis), len(at.place.positions) * len(at.place.samples)
+    sent = tokens * width * X.element_size() * (1 - 1 / axis.size)
+    del X
+    if axis.size > 1:
+        yield Pause(sent)
+    return flight.wait()
 
 
 # Combinators
@@ -178,19 +159,6 @@ class Moved:
 
 def _ahead(backs: Sequence[Back]) -> Ahead | None:
     return next((back.ahead for back in reversed(backs) if back.ahead is not None), None)
-
-
-def _back_through(backs: list[Back]) -> Back:
-    """Of operations that ran in this order."""
-
-    def run(dY: Any, w: Any, before: Ahead) -> Steps:
-        while backs:
-            steps = backs.pop().run(dY, w, _ahead(backs) or before)
-            del dY  # the operation's alone, to release when it likes
-            dY = yield from steps
-        return dY
-
-    return Back(run, _ahead(backs))
 
 
 def fit(names: Sequence[str], layers: Sequence[Layer]) -> tuple[str, str]:
@@ -219,9 +187,16 @@ class Chain:
             steps = layer(X, w, at)
             del X
             X, back = yield from steps
-            if back is not None:
-                backs.append(back)
-        return X, _back_through(backs) if at.train else None
+            backs.append(back)
+
+        def run(dY: Any, w: Any, before: Ahead) -> Steps:
+            while backs:
+                steps = backs.pop().run(dY, w, _ahead(backs) or before)
+                del dY  # the operation's alone, to release when it likes
+                dY = yield from steps
+            return dY
+
+        return X, Back(run, _ahead(backs)) if at.train else None
 
 
 def chain(*layers: Layer) -> Layer:
@@ -230,10 +205,11 @@ def chain(*layers: Layer) -> Layer:
 
 
 class Residual:
-    """X + inner(X)"""
+    """X + layers[-1](… layers[0](X))"""
 
-    def __init__(self, inner: Layer) -> None:
-        self.inner, self.takes, self.gives = inner, inner.takes, inner.gives
+    def __init__(self, *layers: Layer) -> None:
+        inner = self.inner = chain(*layers)
+        self.takes, self.gives = inner.takes, inner.gives
         if inner.takes != inner.gives:
             raise ValueError(
                 f"a residual branch takes the layout {inner.takes!r} and gives {inner.gives!r}; it must return to the "
@@ -242,22 +218,16 @@ class Residual:
 
     def __call__(self, X: Tensor, w: Any, at: Any) -> Steps:
         Y, back = yield from self.inner(X, w, at)
-        if not at.train:
-            return X + Y, None
-        return X + Y, Back(lambda dY, w, before: self._run(back, dY, w, before), back.ahead)
 
-    def _run(self, back: Back, dY: Tensor, w: Any, before: Ahead) -> Steps:
-        dX = yield from back.run(dY, w, before)
-        return dX + dY
+        def run(dY: Tensor, w: Any, before: Ahead) -> Steps:
+            dX = yield from back.run(dY, w, before)
+            return dX + dY
 
-
-def residual(*layers: Layer) -> Layer:
-    """X + layers[-1](… layers[0](X))"""
-    return Residual(chain(*layers))
+        return X + Y, Back(run, back.ahead) if at.train else None
 
 
 class Fork:
-    """X -> (a(X), b(X), …)"""
+    """X -> (branches[0](X), branches[1](X), …), to be joined by a `local` layer."""
 
     gives = ""
 
@@ -270,71 +240,61 @@ class Fork:
             Y, back = yield from branch(X, w, at)
             Ys.append(Y)
             backs.append(back)
-        return tuple(Ys), Back(lambda dYs, w, before: self._run(backs, dYs, w, before)) if at.train else None
 
-    def _run(self, backs: list[Back], dYs: tuple[Tensor, ...], w: Any, before: Ahead) -> Steps:
-        total, gradients = None, list(dYs)
-        del dYs
-        while backs:
-            dX = yield from backs.pop().run(gradients.pop(), w, nothing if backs else before)
-            total = dX if total is None else total + dX
-        return total
+        def run(dYs: tuple[Tensor, ...], w: Any, before: Ahead) -> Steps:
+            total, gradients = None, list(dYs)
+            del dYs
+            while backs:
+                dX = yield from backs.pop().run(gradients.pop(), w, nothing if backs else before)
+                total = dX if total is None else total + dX
+            return total
 
-
-def fork(*branches: Layer) -> Layer:
-    """X -> (branches[0](X), branches[1](X), …), to be joined by a `local` layer."""
-    return Fork(*branches)
+        return tuple(Ys), Back(run) if at.train else None
 
 
 class Some:
-    """Some elements of a tuple through a layer, the others as they are."""
+    """X[first] to X[last] of a tuple through a layer, the others as they are."""
 
     takes = gives = ""
 
-    def __init__(self, which: Sequence[int], inner: Layer) -> None:
-        self.which, self.inner = which, inner
+    def __init__(self, first: int, last: int, inner: Layer) -> None:
+        self.first, self.stop, self.inner = first, last + 1, inner
 
     def __call__(self, X: tuple[Tensor, ...], w: Any, at: Any) -> Steps:
-        others, mine = self._apart(X)
-        steps = self.inner(mine, w, at)
-        del X, mine
+        first, stop = self.first, self.stop
+        left, right = X[:first], X[stop:]
+        steps = self.inner(X[first:stop], w, at)
+        del X
         Y, back = yield from steps
-        return self._together(others, Y), Back(partial(self._run, back)) if at.train else None
 
-    def _run(self, back: Back, dY: tuple[Tensor, ...], w: Any, before: Ahead) -> Steps:
-        others, mine = self._apart(dY)
-        steps = back.run(mine, w, before)
-        del dY, mine
-        dX = yield from steps
-        return self._together(others, dX)
+        def run(dY: tuple[Tensor, ...], w: Any, before: Ahead) -> Steps:
+            left, right = dY[:first], dY[stop:]
+            steps = back.run(dY[first:stop], w, before)
+            del dY
+            dX = yield from steps
+            return *left, *dX, *right
 
-    def _apart(self, X: tuple[Tensor, ...]) -> tuple[dict[int, Tensor], tuple[Tensor, ...]]:
-        return {i: x for i, x in enumerate(X) if i not in self.which}, tuple(X[i] for i in self.which)
-
-    def _together(self, others: dict[int, Tensor], mine: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        found = others | dict(zip(self.which, mine, strict=True))
-        return tuple(found[i] for i in range(len(found)))
+        return (*left, *Y, *right), Back(run) if at.train else None
 
 
 class Recomputed:
-    """Keeps X alone, and runs the layer again in backward."""
+    """The same layers, but X alone is kept: they run again in backward."""
 
-    def __init__(self, inner: Layer) -> None:
-        self.inner, self.takes, self.gives = inner, inner.takes, inner.gives
+    def __init__(self, *layers: Layer) -> None:
+        inner = self.inner = chain(*layers)
+        self.takes, self.gives = inner.takes, inner.gives
 
     def __call__(self, X: Any, w: Any, at: Any) -> Steps:
         Y, _ = yield from self.inner(X, w, at.without_backward())
-        return Y, Back(lambda dY, w, before: self._run([X], dY, w, at, before)) if at.train else None
+        return Y, Back(partial(self._run, [X], at)) if at.train else None
 
-    def _run(self, saved: list[Any], dY: Any, w: Any, at: Any, before: Ahead) -> Steps:
-        steps = self.inner(saved.pop(), w, at)
-        back = (yield from steps)[1]  # nobody needs Y: it must not live as long as backward runs
+    def _run(self, saved: list[Any], at: Any, dY: Any, w: Any, before: Ahead) -> Steps:
+        back = (yield from self.inner(saved.pop(), w, at))[1]  # nobody needs Y: it must not live while backward runs
         steps = back.run(dY, w, before)
         del dY, back
         dX = yield from steps
         return dX
 
 
-def recomputed(*layers: Layer) -> Layer:
-    """The same layers, whose activations are computed again in backward rather than kept."""
-    return Recomputed(chain(*layers))
+#: As models are written
+local, residual, fork, recomputed = Local, Residual, Fork, Recomputed
