@@ -137,7 +137,7 @@ def test_summa_sweep_keeps_at_most_three_turns_alive() -> None:
 
     def summed_elsewhere(i: int, block: Tensor) -> list[Flight]:
         partial = sums.make()
-        return [Flight((), lambda: partial[:0].clone())]
+        return [Flight(lambda: partial[:0].clone())]
 
     assert len(sweep(6, lambda i: [landed(blocks.make())], summed_elsewhere)) == 6
     assert (blocks.most, sums.most) == (3, 3)

@@ -16,7 +16,6 @@ the size of the axis.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, Literal
 
@@ -24,21 +23,16 @@ import torch
 from torch import Tensor
 
 from cuboid.comm.axis import Axis
-from cuboid.comm.flight import Flight, landed
+from cuboid.comm.flight import Flight, Launched, landed
 from cuboid.comm.ledger import Span
 from cuboid.comm.transport.base import Wait
 
 
 def _launched(kind: str, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, times: int = 1) -> Span:
-    """Into the books: a collective of a whole tensor, the same on every rank."""
+    """Into the books: a collective of a whole tensor, the same on every rank, of which p-1 of p parts move."""
     if axis.journal is not None:
         axis.journal.note(kind, shape, dtype)
-    return axis.ledger.launched(axis.name, kind, _sent(times * prod(shape) * dtype.itemsize, axis))
-
-
-def _sent(size: int, axis: Axis) -> int:
-    """Bytes that a rank sends of an unsharded tensor of `size` bytes when p-1 of its p parts move."""
-    return size * (axis.size - 1) // axis.size
+    return axis.ledger.launched(axis.name, kind, times * prod(shape) * dtype.itemsize * (axis.size - 1) // axis.size)
 
 
 def all_gather(x: Tensor, axis: Axis, pieces: Sequence[int] = ()) -> Flight:
@@ -46,15 +40,14 @@ def all_gather(x: Tensor, axis: Axis, pieces: Sequence[int] = ()) -> Flight:
     everyone's second, and so on."""
     if axis.size == 1:
         return landed(x)
-    x, pieces = x.contiguous(), pieces or [x.shape[0]]
+    x, gather = x.contiguous(), axis.transport.all_gather
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     span = _launched("all_gather", whole.shape, whole.dtype, axis)
-    gather = axis.transport.all_gather
-    if len(pieces) == 1:
-        return Flight(gather(x, whole), lambda: whole, span, axis)
+    if len(pieces) <= 1:
+        return Launched(gather(x, whole), lambda: whole, span, axis)
     places = whole.split([axis.size * rows for rows in pieces])
     works = [work for piece, place in zip(x.split(pieces), places, strict=True) for work in gather(piece, place)]
-    return Flight(works, lambda: whole, span, axis)
+    return Launched(works, lambda: whole, span, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Flight:
@@ -65,7 +58,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> F
     assert x.shape[0] % axis.size == 0, f"dim 0 of {tuple(x.shape)} cannot be scattered over {axis.size} ranks"
     part = (x.shape[0] // axis.size, *x.shape[1:])
     flight = reduce_scatter_each([x.contiguous()], axis, dtype)
-    return Flight((), lambda: flight.wait().view(part))
+    return Flight(lambda: flight.wait().view(part))
 
 
 def reduce_scatter_each(xs: Sequence[Tensor], axis: Axis, dtype: torch.dtype | None = None) -> Flight:
@@ -73,8 +66,7 @@ def reduce_scatter_each(xs: Sequence[Tensor], axis: Axis, dtype: torch.dtype | N
     like = xs[0]
     shape = like.shape if len(xs) == 1 else (axis.size, sum(x.numel() // axis.size for x in xs))
     span = _launched("reduce_scatter", shape, like.dtype, axis)
-    works, land = axis.transport.reduce_scatter(xs, dtype or like.dtype)
-    return Flight(works, land, span, axis)
+    return Launched(*axis.transport.reduce_scatter(xs, dtype or like.dtype), span, axis)
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Flight:
@@ -84,7 +76,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Flight:
     x = x.contiguous()
     parts = torch.empty_like(x)
     span = _launched("all_to_all", x.shape, x.dtype, axis)
-    return Flight(axis.transport.all_to_all(x, parts), lambda: parts, span, axis)
+    return Launched(axis.transport.all_to_all(x, parts), lambda: parts, span, axis)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Flight:
@@ -93,7 +85,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Flight:
         return landed(x)
     total = x.clone(memory_format=torch.contiguous_format)
     span = _launched("all_reduce", total.shape, total.dtype, axis, times=2)
-    return Flight(axis.transport.all_reduce(total), lambda: total, span, axis)
+    return Launched(axis.transport.all_reduce(total), lambda: total, span, axis)
 
 
 def copy(x: Tensor, axis: Axis) -> Flight:
@@ -110,8 +102,7 @@ def broadcast(x: Tensor, axis: Axis, source: int, shape: Sequence[int]) -> Fligh
     if not block.numel():
         return landed(block)
     span = _launched("broadcast", block.shape, block.dtype, axis)
-    works, result = axis.transport.broadcast(block, source, _wait(span, axis))
-    return Flight(works, result, span, axis)
+    return Launched(*axis.transport.broadcast(block, source, _wait(span, axis)), span, axis)
 
 
 def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None) -> Flight:
@@ -129,13 +120,13 @@ def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None)
     if axis.size == 2:
         other = torch.empty_like(x) if mine else x
         works, result = axis.transport.broadcast(other, 1 - target, _wait(span, axis))
-        return Flight(works, lambda: (x.to(sum_in) + result()).to(dtype) if mine else nothing, span, axis)
+        return Launched(works, lambda: (x.to(sum_in) + result()).to(dtype) if mine else nothing, span, axis)
     works, result = axis.transport.reduce(x, target, _wait(span, axis))
-    return Flight(works, lambda: result().to(dtype) if mine else nothing, span, axis)
+    return Launched(works, lambda: result().to(dtype) if mine else nothing, span, axis)
 
 
 def _wait(span: Span, axis: Axis) -> Wait:
-    return lambda work: Flight([work], lambda: torch.empty(0), span, axis).wait()
+    return lambda work: Launched([work], lambda: torch.empty(0), span, axis).wait()
 
 
 def shift(x: Tensor, axis: Axis, by: int) -> Flight:
@@ -147,7 +138,7 @@ def shift(x: Tensor, axis: Axis, by: int) -> Flight:
     if axis.journal is not None:
         axis.journal.note("shift", x.shape, x.dtype)
     span = axis.ledger.launched(axis.name, "shift", x.numel() * x.element_size())
-    return Flight([axis.transport.shift(x.view(-1), other.view(-1), by)], lambda: other, span, axis)
+    return Launched([axis.transport.shift(x.view(-1), other.view(-1), by)], lambda: other, span, axis)
 
 
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "copy"]
@@ -168,27 +159,18 @@ TRANSPOSE: dict[Kind, Kind] = {
 }
 
 
-def _blocking(kind: str, axis: Axis) -> AbstractContextManager[None]:
-    return nullcontext() if axis.journal is None else axis.journal.blocking(kind)
+def _blocking(kind: str, axis: Axis, call: Callable[[], Any]) -> Any:
+    return call() if axis.journal is None else axis.journal.blocking(kind, call)
 
 
 def from_first(value: Any, axis: Axis) -> Any:
     """What the first rank of the axis has. For set-up, never inside a step."""
-    if axis.size == 1:
-        return value
-    with _blocking("from_first", axis):
-        value = axis.transport.from_first(value)
-    return value
+    return value if axis.size == 1 else _blocking("from_first", axis, lambda: axis.transport.from_first(value))
 
 
 def from_all(value: Any, axis: Axis) -> list[Any]:
     """What every rank of the axis has, in their order. For reports, never inside a step."""
-    if axis.size == 1:
-        return [value]
-    values: list[Any] = []
-    with _blocking("from_all", axis):
-        values = axis.transport.from_all(value)
-    return values
+    return [value] if axis.size == 1 else _blocking("from_all", axis, lambda: axis.transport.from_all(value))
 
 
 def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
@@ -196,12 +178,8 @@ def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
     if axis.size == 1:
         return [x]
     shapes = from_all(tuple(x.shape), axis)
-    numel = [torch.Size(shape).numel() for shape in shapes]
-    padded = x.new_zeros(max(numel))
+    longest = max(prod(shape) for shape in shapes)
+    padded, rows = x.new_zeros(longest), x.new_empty(axis.size, longest)
     padded[: x.numel()] = x.reshape(-1)
-    whole = x.new_empty(axis.size * max(numel))
-    with _blocking("gather_pieces", axis):
-        for work in axis.transport.all_gather(padded, whole):
-            work.wait()
-    rows = whole.view(axis.size, -1)
-    return [row[:n].view(shape) for row, n, shape in zip(rows, numel, shapes, strict=True)]
+    _blocking("gather_pieces", axis, lambda: [work.wait() for work in axis.transport.all_gather(padded, rows)])
+    return [row[: prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cuboid.comm.axis import Axis
 from cuboid.comm.ledger import Span
-from cuboid.device import Stamps
 
 
 class Pause(NamedTuple):
@@ -38,37 +37,42 @@ def run(steps: Steps) -> Any:
 
 
 class Flight:
-    """A collective under way."""
+    """A collective that is over, but for what makes its `result`."""
 
-    def __init__(
-        self,
-        works: Sequence[dist.Work],
-        result: Callable[[], Tensor],
-        span: Span | None = None,
-        axis: Axis | None = None,
-    ) -> None:
-        self._works, self._result, self._span, self._axis = works, result, span, axis
-        self._stamps: Stamps | None = None
-        self._number = 0 if axis is None or axis.journal is None else axis.journal.count
-        if works and span is not None and axis is not None:
-            self._stamps = axis.transport.stamp(works, span, axis.ledger.spans is not None)
-            if not axis.overlap:
-                self._land()
+    def __init__(self, result: Callable[[], Tensor]) -> None:
+        self._result = result
 
     def wait(self) -> Tensor:
-        self._land()
+        return self._result()
+
+
+def landed(x: Tensor) -> Flight:
+    return Flight(lambda: x)
+
+
+class Launched(Flight):
+    """A collective whose messages are under way, in the books as `span`."""
+
+    def __init__(self, works: Sequence[dist.Work], result: Callable[[], Tensor], span: Span, axis: Axis) -> None:
+        super().__init__(result)
+        self._works, self._span, self._axis = works, span, axis
+        self._number = 0 if axis.journal is None else axis.journal.count
+        self._stamps = axis.transport.stamp(works, span, axis.ledger.spans is not None)
+        if not axis.overlap:
+            self._land()
+
+    def wait(self) -> Tensor:
+        if self._works:
+            self._land()
         return self._result()
 
     def _land(self) -> None:
         works, self._works = self._works, ()
-        span, axis, stamps = self._span, self._axis, self._stamps
-        if not works or span is None or axis is None:
-            return
-        ledger = axis.ledger
+        span, ledger, journal, stamps = self._span, self._axis.ledger, self._axis.journal, self._stamps
         if stamps is None:
             start = time.perf_counter()
             for work in works:
-                work.wait() if axis.journal is None else axis.journal.wait(work, self._number)
+                work.wait() if journal is None else journal.wait(work, self._number)
             ledger.waited(span, start, time.perf_counter())
             return
         stamps.awaited()
@@ -82,8 +86,3 @@ class Flight:
             span.landed = stop
 
         ledger.later(settle)
-
-
-def landed(x: Tensor) -> Flight:
-    """A flight that is already over."""
-    return Flight((), lambda: x)

@@ -1,8 +1,8 @@
 """What each rank launched over each group, in order, and what their accounts say when nothing moves any more."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -65,15 +65,16 @@ class Journal:
             self._look(error)
         self.awaited, self.landings = 0, self.landings + 1
 
-    @contextmanager
-    def blocking(self, kind: str) -> Iterator[None]:
-        """Around a collective that returns when it is done."""
+    def blocking(self, kind: str, call: Callable[[], Any]) -> Any:
+        """What a collective returns, which does when it is done."""
         self.awaited = self.note(kind)
         try:
-            yield
+            found = call()
         except RuntimeError as error:
             self._look(error)
+            raise
         self.awaited, self.landings = 0, self.landings + 1
+        return found
 
     def share(self) -> float:
         """Sums to nothing over the ranks of the group that have made the same calls. Whole and small, so the sum over

@@ -67,32 +67,30 @@ class At:
         return [replace(self, place=p, targets=t) for p, t in zip(places, targets, strict=True)]
 
 
+@dataclass
 class _Shelf:
-    """The weights of stages in the order in which a pass comes to them: unsharded from the first sub-batch that takes
-    them to the last that leaves them, the next stage's on their way where one is held alone. Of a stage that is not
-    `needed` the gradients alone are kept. What is in `kept` is not gathered."""
+    """The weights of stages, to which a pass comes one `step` after another: unsharded from the first sub-batch that
+    takes them to the last that leaves them, the next stage's on their way where one is held alone."""
 
-    def __init__(
-        self,
-        buckets: Sequence[Sequence[Bucket]],
-        needed: Sequence[bool],
-        kept: dict[Bucket, Tensors],
-        parts: int,
-        ahead: bool,
-        late: bool = False,
-    ) -> None:
-        self._buckets, self._needed, self._kept = buckets, needed, kept
-        self._parts, self._ahead, self._late = parts, ahead, late
-        self._left = [parts] * len(buckets)
+    buckets: Sequence[Sequence[Bucket]]  # of each stage
+    needed: Sequence[Sequence[Bucket]]  # of these; of the others the gradients alone are kept
+    step: int
+    kept: dict[Bucket, Tensors]  # what is in it is not gathered
+    parts: int
+    ahead: bool
+    late: bool = False
+
+    def __post_init__(self) -> None:
+        self._left = [self.parts] * len(self.buckets)
         self._flying: dict[int, Sequence[Landing]] = {}
         self._held: dict[int, Gathered] = {}
 
     def _launch(self, i: int) -> None:
-        if i < len(self._buckets) and self._left[i] and i not in self._flying and i not in self._held:
-            self._flying[i] = [self._gather(bucket) for bucket in self._buckets[i]] if self._needed[i] else ()
+        if i in range(len(self.buckets)) and self._left[i] and i not in self._flying and i not in self._held:
+            self._flying[i] = [self._gather(bucket) for bucket in self.needed[i]]
 
     def _gather(self, bucket: Bucket) -> Landing:
-        return partial(dict, self._kept.pop(bucket)) if bucket in self._kept else bucket.gather()
+        return partial(dict, self.kept.pop(bucket)) if bucket in self.kept else bucket.gather()
 
     def take(self, i: int) -> Gathered:
         if i not in self._held:
@@ -100,9 +98,9 @@ class _Shelf:
             weights: Tensors = {}
             for land in self._flying.pop(i):
                 weights |= land()
-            self._held[i] = Gathered(self._buckets[i], weights, self._parts, self._late)
-            if self._ahead and len(self._held) == 1:
-                self._launch(i + 1)  # once these are here: they would share the link, and all would wait longer
+            self._held[i] = Gathered(self.buckets[i], weights, self.parts, self.late)
+            if self.ahead and len(self._held) == 1:
+                self._launch(i + self.step)  # once these are here: they would share the link, and all would wait longer
         return self._held[i]
 
     def leave(self, i: int) -> Gathered | None:
@@ -111,8 +109,8 @@ class _Shelf:
         if self._left[i]:
             return None
         gathered = self._held.pop(i)
-        if self._ahead and self._held:
-            self._launch(next(iter(self._held)) + 1)
+        if self.ahead and self._held:
+            self._launch(next(iter(self._held)) + self.step)
         return gathered
 
 
@@ -125,6 +123,7 @@ class Pass:
     #: gradients that stages made in forward: of the sum of losses, not their mean, and times a factor
     early: list[tuple[Landing, float]] = field(default_factory=list)
     kept: dict[Bucket, Tensors] = field(default_factory=dict)  # unsharded weights
+    left: list[Gathered] = field(default_factory=list)  # by backward: weight gradients to be made
 
 
 class Runner:
@@ -144,9 +143,10 @@ class Runner:
         retain: bool = False,
     ) -> None:
         self.stages, self.schedule, self.sums_over = stages, schedule, sums_over
-        self._of = {stage: [buckets[module] for module in stage.needs] for stage in stages}
-        self.buckets = list(dict.fromkeys(bucket for each in self._of.values() for bucket in each))
-        self.parameters = [p for bucket in self.buckets for p in bucket.parameters]
+        self._buckets = [[buckets[module] for module in stage.needs] for stage in stages]
+        self._again = [each if stage.again else [] for stage, each in zip(stages, self._buckets, strict=True)]
+        self._uses = Counter(bucket for each in self._buckets for bucket in each)
+        self.parameters = [p for bucket in self._uses for p in bucket.parameters]
         self.between: Callable[[int], None] | None = None
         self.told: Callable[[Sequence[Move]], None] | None = None
         self._kept = self._to_keep(retain)
@@ -154,15 +154,14 @@ class Runner:
     def _to_keep(self, retain: bool) -> list[set[Bucket]]:
         """The buckets whose weights stay when forward leaves each stage: with prefetch those of the last large one,
         with which backward begins; if they are to be retained, all that a later stage or backward needs."""
-        again = [{*self._of[stage]} if stage.again else set() for stage in self.stages]
+        again = [set(each) for each in self._again]
         if retain:
-            return [again[i].union(*(self._of[stage] for stage in self.stages[i + 1 :])) for i in range(len(again))]
+            return [each.union(*self._buckets[i + 1 :]) for i, each in enumerate(again)]
         large = [i for i, each in enumerate(again) if any(p.dim() > 1 for bucket in each for p in bucket.parameters)]
         return [each if self.schedule.prefetch and large[-1:] == [i] else set() for i, each in enumerate(again)]
 
     def sums(self, passes: int = 1) -> Sums:
-        uses = Counter(bucket for each in self._of.values() for bucket in each)
-        return Sums({bucket: passes * uses[bucket] for bucket in self.buckets})
+        return Sums({bucket: passes * uses for bucket, uses in self._uses.items()})
 
     # Forward
 
@@ -184,8 +183,7 @@ class Runner:
         """Gives the last stage's Y of each sub-batch; the Pass is filled meanwhile."""
         ats = at.split(self.schedule.parts)
         passed, n = Pass([[] for _ in ats]), len(ats)
-        buckets = [self._of[stage] for stage in self.stages]
-        shelf = _Shelf(buckets, [True] * len(buckets), passed.kept, n, self.schedule.prefetch)
+        shelf = _Shelf(self._buckets, self._buckets, 1, passed.kept, n, self.schedule.prefetch)
         each = zip(X.chunk(n, 1), ats, passed.backs, strict=True)
         return Task([self._through(*one, shelf, passed) for one in each], list), passed
 
@@ -201,7 +199,7 @@ class Runner:
             gathered = shelf.leave(i)
             if gathered is not None and at.train:
                 passed.early += [(land, gathered.shrunk) for _, land in gathered.reduce()]
-                for bucket in self._of[stage]:
+                for bucket in self._buckets[i]:
                     passed.kept.pop(bucket, None)
                     if bucket in self._kept[i]:
                         passed.kept[bucket] = {p: gathered[p] for p in bucket.parameters}
@@ -210,45 +208,32 @@ class Runner:
     # Backward
 
     def backward(self, passed: Pass, dloss: Tensor, sums: Sums, late: bool = False) -> Task:
-        """Gives dX of each sub-batch and, if `late`, what is left for `settle`."""
+        """Gives dX of each sub-batch. If `late`, what is left of the Pass is for `settle`."""
         assert passed.count is not None
-        scale, stages = dloss / passed.count, self.stages[::-1]
+        scale, parts = dloss / passed.count, len(passed.backs)
         for land, shrunk in passed.early:
             sums.put({p: gradient * (scale / shrunk) for p, gradient in land().items()})
         passed.early.clear()
-        buckets, needed = [self._of[stage] for stage in stages], [stage.again for stage in stages]
-        shelf = _Shelf(buckets, needed, passed.kept, len(passed.backs), self.schedule.prefetch, late)
-        left: list[tuple[Stage, Gathered]] = []
-        steps = [self._back_through(scale, backs, shelf, left, sums if not late else None) for backs in passed.backs]
-        return Task(steps, lambda dXs: (dXs, left))
+        shelf = _Shelf(self._buckets, self._again, -1, passed.kept, parts, self.schedule.prefetch, late)
+        return Task([self._back_through(scale, backs, shelf, passed.left, sums) for backs in passed.backs], list)
 
-    def _back_through(
-        self, dY: Any, backs: list[Back], shelf: _Shelf, left: list[tuple[Stage, Gathered]], sums: Sums | None
-    ) -> Steps:
+    def _back_through(self, dY: Any, backs: list[Back], shelf: _Shelf, left: list[Gathered], sums: Sums) -> Steps:
         """One sub-batch through all stages in reverse."""
-        for i, stage in enumerate(reversed(self.stages)):
-            back = backs.pop()
+        while backs:
+            back, i = backs.pop(), len(backs)
             before = backs[-1].ahead if backs else None
             steps = back.run(dY, shelf.take(i), before or nothing)
             del dY, back
             dY = yield from steps
             if self.between is not None:
-                self.between(len(backs))
+                self.between(i)
             gathered = shelf.leave(i)
             if gathered is not None:
                 gathered.release()
-                left.append((stage, gathered))
-                if sums is not None:
-                    self.settle(left, sums)
+                left.append(gathered)
+                if not shelf.late:
+                    settle(left, sums)
         return dY
-
-    def settle(self, left: list[tuple[Stage, Gathered]], sums: Sums) -> None:
-        """Make the weight gradients that backward has left, and launch their sums."""
-        while left:
-            stage, gathered = left.pop(0)
-            gathered.settle()
-            sums.add(gathered.reduce())
-            sums.used(self._of[stage])
 
     # A step
 
@@ -265,23 +250,23 @@ class Runner:
         late = any(move.kind == "W" for moves in order for move in moves)
         sums = self.sums(len(batches))
         dloss = torch.tensor(scale / len(batches), dtype=torch.float64, device=self.parameters[0].device)
-        losses, passes, left = dict[int, Tensor](), dict[int, Pass](), dict[int, list[tuple[Stage, Gathered]]]()
+        losses, passes, left = dict[int, Tensor](), dict[int, Pass](), dict[int, list[Gathered]]()
         for moves in order:
             if self.told is not None:
                 self.told(moves)
-            tasks = []
-            for kind, i in moves:
+            tasks: dict[Move, Task] = {}
+            for move in moves:
+                kind, i = move
                 if kind == "F":
-                    tasks.append((kind, i, self.forward(*batches[i])))
+                    tasks[move] = self.forward(*batches[i])
                 elif kind == "B":
-                    tasks.append((kind, i, self.backward(passes.pop(i), dloss, sums, late)))
+                    left[i] = passes[i].left
+                    tasks[move] = self.backward(passes.pop(i), dloss, sums, late)
                 else:
-                    self.settle(left.pop(i), sums)
-            for (kind, i, _), found in zip(tasks, interleave([task for *_, task in tasks]), strict=True):
+                    settle(left.pop(i), sums)
+            for (kind, i), found in zip(tasks, interleave(list(tasks.values())), strict=True):
                 if kind == "F":
                     losses[i], passes[i] = found
-                else:
-                    left[i] = found[1]
         gradients = sums.finish()
         mine = [p for p in self.parameters if p in gradients]
         if mine:  # else all parameters are frozen
@@ -295,6 +280,15 @@ class Runner:
             return _Step.apply(X, self, at, *self.parameters)
         ((loss, _),) = interleave([self.forward(X, at.without_backward())])
         return loss
+
+
+def settle(left: list[Gathered], sums: Sums) -> None:
+    """Make the weight gradients that backward has left, and launch their sums."""
+    while left:
+        gathered = left.pop(0)
+        gathered.settle()
+        sums.add(gathered.reduce())
+        sums.used(gathered.buckets)
 
 
 class _Step(torch.autograd.Function):
@@ -320,7 +314,7 @@ class _Step(torch.autograd.Function):
             )
         runner, passed, ctx.passed = ctx.runner, ctx.passed, None
         sums = runner.sums()
-        (((*dXs,), _),) = interleave([runner.backward(passed, dloss, sums)])
+        (dXs,) = interleave([runner.backward(passed, dloss, sums)])
         gradients = sums.finish()
         dX = torch.cat(dXs, 1) if ctx.needs_input_grad[0] else None
         return dX, None, None, *(gradients.pop(p, None) for p in runner.parameters)

@@ -156,7 +156,7 @@ class Gathered:
     """
 
     def __init__(self, buckets: Sequence[Bucket], weights: Tensors, uses: int, late: bool) -> None:
-        self._buckets, self._weights, self._uses, self._late = buckets, weights, uses, late
+        self.buckets, self._weights, self._uses, self._late = buckets, weights, uses, late
         self._sums: Tensors = {}
         self._waiting: list[Callable[[], None]] = []
         self.shrunk = 1.0  # what gradients made in forward were multiplied by, so that they fit in fp16
@@ -177,7 +177,7 @@ class Gathered:
         self._weights.clear()
 
     def _bucket(self, parameter: nn.Parameter) -> Bucket:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if parameter in bucket.shapes:
                 return bucket
         raise ValueError(
@@ -219,7 +219,7 @@ class Gathered:
     def reduce(self) -> list[tuple[Bucket, Landing]]:
         """Launch the sums over x of all gradients there are."""
         found = []
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             rows = {p: shape[0] for p, shape in bucket.shapes.items() if p in self._sums}
             if rows:
                 found.append((bucket, bucket.reduce({p: first(n, self._sums.pop(p)) for p, n in rows.items()})))
