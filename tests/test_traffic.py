@@ -24,7 +24,7 @@ from cuboid.run.launch import Pool, World
 MB = 1 << 20
 CUBE = Cuboid(2, 2, 2)
 MODEL = ModelConfig("gpt2", layers=2, hidden=512, heads=8, vocab=4096, context=256)
-KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def counted(mesh: Mesh, act: Callable[[], Any]) -> tuple[int, int]:

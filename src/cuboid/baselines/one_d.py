@@ -124,10 +124,10 @@ class OneD:
     # Layers
 
     def embed(self, tables: Sequence[nn.Parameter], rows: Sequence[int]) -> Layer:
-        return Lookup(tables, rows, self.mesh.y, gives="residual", kind=self._after)
+        return Lookup(tables, rows, self.mesh.y, kind=self._after)
 
     def norm(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Layer:
-        return Normalise(weight, bias, ALONE, self.config.norm_eps, takes="residual", gives="residual")
+        return Normalise(weight, bias, ALONE, self.config.norm_eps)
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
         return MegatronLinear(linears, self._before, self.mesh.y, "residual", "heads" if heads else "inner")
@@ -149,7 +149,7 @@ class OneD:
         return self.into([Affine(weight, None, (rows, self.config.hidden))])
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
-        return HeadLoss(weight, rows, self.mesh, self.head_elements, takes="residual", kind=self._before)
+        return HeadLoss(weight, rows, self.mesh, self.head_elements, kind=self._before)
 
     def own_loss(self, fn: Callable[[Tensor, Tensor], tuple[Tensor, Any]]) -> Layer:
         return OwnLoss(fn, [self.mesh.y] if self.sequence else [])

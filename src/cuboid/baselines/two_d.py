@@ -104,7 +104,7 @@ class TwoD:
         return SummaLookup(tables, rows, self.mesh)
 
     def norm(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Layer:
-        return Normalise(weight, bias, self.mesh.z, self.config.norm_eps, takes="residual", gives="residual")
+        return Normalise(weight, bias, self.mesh.z, self.config.norm_eps)
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
         return SummaProduct(linears, self.mesh, "residual", "heads" if heads else "inner")

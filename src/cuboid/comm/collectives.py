@@ -4,7 +4,6 @@
 |----------------|------------------------------------------|----------------|
 | all_gather     | everyone's tensor, stacked along dim 0   | reduce_scatter |
 | reduce_scatter | its part along dim 0 of the sum          | all_gather     |
-| all_to_all     | its part along dim 0 of everyone's       | all_to_all     |
 | all_reduce     | the sum (of partial values)              | copy           |
 | copy           | the same value, used by every rank       | all_reduce     |
 | broadcast      | the tensor of one rank                   | reduce         |
@@ -69,16 +68,6 @@ def reduce_scatter_each(xs: Sequence[Tensor], axis: Axis, dtype: torch.dtype | N
     return Launched(*axis.transport.reduce_scatter(xs, dtype or like.dtype), span, axis)
 
 
-def all_to_all(x: Tensor, axis: Axis) -> Flight:
-    """[p·r, ...] -> [p·r, ...]: part i is what rank i had for this one."""
-    if axis.size == 1:
-        return landed(x)
-    x = x.contiguous()
-    parts = torch.empty_like(x)
-    span = _launched("all_to_all", x.shape, x.dtype, axis)
-    return Launched(axis.transport.all_to_all(x, parts), lambda: parts, span, axis)
-
-
 def all_reduce(x: Tensor, axis: Axis) -> Flight:
     """[...] -> [...], the sum. Give it fp32 or better: the backend adds in the tensor's own precision."""
     if axis.size == 1:
@@ -141,19 +130,17 @@ def shift(x: Tensor, axis: Axis, by: int) -> Flight:
     return Launched([axis.transport.shift(x.view(-1), other.view(-1), by)], lambda: other, span, axis)
 
 
-Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "copy"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "copy"]
 
 COLLECTIVES: dict[Kind, Callable[[Tensor, Axis], Flight]] = {
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
-    "all_to_all": all_to_all,
     "all_reduce": all_reduce,
     "copy": copy,
 }
 TRANSPOSE: dict[Kind, Kind] = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
-    "all_to_all": "all_to_all",
     "all_reduce": "copy",
     "copy": "all_reduce",
 }

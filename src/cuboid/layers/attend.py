@@ -42,8 +42,8 @@ class Attend:
     eps: float = 0.0
     causal: bool = True
     fuse: Fuse = plain
-    takes: str = "heads"
-    gives: str = "attended"
+
+    takes, gives = "heads", "attended"
 
     def __post_init__(self) -> None:
         few = self.kv_heads % (self.y.size * self.z.size) != 0

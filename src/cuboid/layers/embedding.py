@@ -31,9 +31,9 @@ class Lookup:
     tables: Sequence[nn.Parameter]
     rows: Sequence[int]
     y: Axis
-    takes: str = "ids"
-    gives: str = ""
     kind: Kind = "reduce_scatter"
+
+    takes, gives = "ids", "residual"
 
     def __call__(self, ids: Tensor, w: Gathered, at: Any) -> Steps:
         all_ids = (ids, at.place.positions[:, None])[: len(self.tables)]

@@ -34,9 +34,9 @@ class HeadLoss:
     vocab: int
     mesh: Mesh
     elements: int
-    takes: str = ""
-    gives: str = "loss"
     kind: Kind = "all_gather"
+
+    takes, gives = "residual", "loss"
 
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
         mesh, (s, b) = self.mesh, at.targets.shape

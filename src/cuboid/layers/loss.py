@@ -79,8 +79,8 @@ class OwnLoss:
 
     fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
     axes: Sequence[Axis] = ()
-    takes: str = "residual"
-    gives: str = "loss"
+
+    takes, gives = "residual", "loss"
 
     def __call__(self, X: Tensor, w: Any, at: Any) -> Steps:
         counted: list[Tensor] = []

@@ -9,6 +9,7 @@ when the mean is large; Σx² for RMSNorm. Backward needs two row sums (one for 
 Saved: x, and one or two numbers a row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,11 @@ class Normalise:
     z: Axis
     eps: float
     fuse: Fuse = plain
-    takes: str = ""
-    gives: str = ""
+
+    takes = gives = "residual"
+
+    def __post_init__(self) -> None:
+        self._parameters = [p for p in (self.weight, self.bias) if p is not None]
 
     def __call__(self, x: Tensor, w: Gathered, at: Any) -> Steps:
         centred, n = self.bias is not None, x.shape[-1] * self.z.size
@@ -43,13 +47,13 @@ class Normalise:
         pause = Pause(sent=max(x.element_size(), 4) * x.shape[0] * x.shape[1] * (self.z.size - 1))
         yield pause
         stats = merge(flight.wait(), n, self.eps, centred)
-        y = self.fuse(scaled)(x, stats, w[self.weight], None if self.bias is None else w[self.bias])
+        y = self.fuse(scaled)(x, stats, *(w[p] for p in self._parameters))
         del flight, w
 
         def run(dy: Tensor, w: Gathered, before: Ahead) -> Steps:
             g, x_hat, sums, *dw = self.fuse(backward_sums)(dy, x, stats, w[self.weight], n)
             flight = all_reduce(sums, self.z)
-            self._add(w, *dw)
+            self._add(w, dw)
             del dy, dw, sums, w
             yield pause
             return self.fuse(gradient)(g, x_hat, stats[-1][..., None], flight.wait()[..., None]).to(x.dtype)
@@ -58,22 +62,21 @@ class Normalise:
 
     def _native(self, x: Tensor, w: Gathered, at: Any) -> tuple[Tensor, Back | None]:
         """PyTorch's own, where z splits nothing; its CPU kernel has statistics as narrow as x."""
-        shape = w[self.weight].shape
-        y, mean, r = torch.native_layer_norm(x, shape, w[self.weight], w[self.bias], self.eps)  # type: ignore[index]
+        shape, (weight, bias) = x.shape[-1:], (w[p] for p in self._parameters)
+        y, mean, r = torch.native_layer_norm(x, shape, weight, bias, self.eps)
 
         def run(dy: Tensor, w: Gathered, before: Ahead) -> Steps:
-            backward, weights = torch.ops.aten.native_layer_norm_backward, (w[self.weight], w[self.bias])  # type: ignore[index]
+            backward, weights = torch.ops.aten.native_layer_norm_backward, (w[p] for p in self._parameters)
             dx, *dw = backward(dy.contiguous(), x, shape, mean, r, *weights, [True] * 3)
-            self._add(w, *dw)
+            self._add(w, dw)
             return dx
             yield
 
         return y, Back(run) if at.train else None
 
-    def _add(self, w: Gathered, dw: Tensor, db: Tensor | None = None) -> None:
-        w.add(self.weight, dw)
-        if self.bias is not None and db is not None:
-            w.add(self.bias, db)
+    def _add(self, w: Gathered, gradients: Sequence[Tensor]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            w.add(parameter, gradient)
 
 
 def statistics(x: Tensor, centred: bool) -> Tensor:
@@ -101,7 +104,7 @@ def normalised(x: Tensor, stats: Tensor) -> Tensor:
     return (x - stats[0]).mul_(stats[1]) if len(stats) == 2 else x * stats[0]
 
 
-def scaled(x: Tensor, stats: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+def scaled(x: Tensor, stats: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """y"""
     x_hat = normalised(x, stats)
     return (x_hat * w if b is None else torch.addcmul(b, x_hat, w)).to(x.dtype)

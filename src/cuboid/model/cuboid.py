@@ -119,11 +119,10 @@ class CuboidParallel:
     # Layers
 
     def embed(self, tables: Sequence[nn.Parameter], rows: Sequence[int]) -> Layer:
-        return Lookup(tables, rows, self.mesh.y, gives="residual")
+        return Lookup(tables, rows, self.mesh.y)
 
     def norm(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Layer:
-        fuse = self.schedule.fuse
-        return Normalise(weight, bias, self.mesh.z, self.config.norm_eps, fuse, "residual", "residual")
+        return Normalise(weight, bias, self.mesh.z, self.config.norm_eps, self.schedule.fuse)
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
         y, z = self.mesh.y, self.mesh.z
@@ -155,7 +154,7 @@ class CuboidParallel:
         return Product([linear], self.mesh.z, self.mesh.y, takes="residual")
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
-        return HeadLoss(weight, rows, self.mesh, self.policy.head_elements, takes="residual")
+        return HeadLoss(weight, rows, self.mesh, self.policy.head_elements)
 
     def own_loss(self, fn: Callable[[Tensor, Tensor], tuple[Tensor, Any]]) -> Layer:
         return OwnLoss(fn, [self.mesh.y])

@@ -36,10 +36,6 @@ class Transport:
         """x [r, ...] of every rank, into whole [p·r, ...]."""
         return [self.wire.all_gather_single(whole, x, group=self.group, async_op=True)]
 
-    def all_to_all(self, x: Tensor, parts: Tensor) -> Works:
-        """A part of x [p·r, ...] to every rank; theirs for this one into parts [p·r, ...]."""
-        return [self.wire.all_to_all_single(parts, x, group=self.group, async_op=True)]
-
     def all_reduce(self, total: Tensor) -> Works:
         """The sum, in place."""
         return [self.wire.all_reduce(total, group=self.group, async_op=True)]

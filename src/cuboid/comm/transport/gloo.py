@@ -53,7 +53,7 @@ class Gloo(Transport):
             return super().all_gather(x, whole)
         i, row, rows = self.index, x.view(-1), whole.view(self.size, x.numel())
         if self.size > 2 and x.nbytes < LEAST_ALONE:
-            return self.all_to_all(row.repeat(self.size, 1), rows)
+            return [self.wire.all_to_all_single(rows, row.repeat(self.size, 1), group=self.group, async_op=True)]
         places = rows.unbind()
         if self.back is None or self.size > 2:
             works: Works = [self.shift(row, places[i - by], by) for by in range(1, self.size)]
