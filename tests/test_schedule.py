@@ -28,7 +28,7 @@ from cuboid.model.transformer import Transformer
 from cuboid.plan.measure import Memory
 from cuboid.run.launch import Pool, World
 from cuboid.step.runner import At
-from cuboid.step.schedule import OFF, PREFETCH, Schedule, Task, interleave, parse
+from cuboid.step.schedule import OFF, PREFETCH, Clock, Schedule, Task, interleave, parse
 
 Pools = Callable[[int], Pool]
 PARTS, CHUNKS = Schedule(parts=4), Schedule(chunks=2)
@@ -167,7 +167,7 @@ def test_interleave_launches_all_sub_batches_before_waiting() -> None:
         yield Pause(sent=1)
         order.append(f"{name} awaited")
 
-    interleave([Task([sends(name) for name in "abc"], list)])
+    interleave([Task([sends(name) for name in "abc"], list)], Clock())
     assert order == [f"{name} {done}" for done in ("launched", "awaited") for name in "abc"]
 
 

@@ -20,6 +20,9 @@ class Pause(NamedTuple):
 
     sent: float = 0  # bytes on their way that it will wait for
     work: float = 0  # FLOPs that it will then do
+    axis: str = ""  # over which they are sent
+    aside: tuple[float, str] = (0.0, "")  # bytes that it will need only later, and their axis
+    later: Callable[[], float] | None = None  # work it has put off: does it and gives its FLOPs, 0 if it was done
 
 
 #: What a block of the model is: a generator that yields wherever a collective has been launched but is not yet

@@ -43,7 +43,10 @@ class Lookup:
             rows = _rows(w[table], each, start)
             partial = rows if partial is None else partial.add_(rows)
         assert partial is not None
-        flight, pause = COLLECTIVES[self.kind](partial, self.y), Pause(sent=partial.nbytes * (1 - 1 / self.y.size))
+        flight, pause = (
+            COLLECTIVES[self.kind](partial, self.y),
+            Pause(sent=partial.nbytes * (1 - 1 / self.y.size), axis=self.y.name),
+        )
         del partial, rows, w
         yield pause
         X = flight.wait()

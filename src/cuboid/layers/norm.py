@@ -44,7 +44,7 @@ class Normalise:
         if self.z.size == 1 and centred and x.dtype.itemsize >= 4:
             return self._native(x, w, at)
         flight = (all_gather if centred else all_reduce)(self.fuse(statistics)(x, centred), self.z)
-        pause = Pause(sent=max(x.element_size(), 4) * x.shape[0] * x.shape[1] * (self.z.size - 1))
+        pause = Pause(sent=max(x.element_size(), 4) * x.shape[0] * x.shape[1] * (self.z.size - 1), axis=self.z.name)
         yield pause
         stats = merge(flight.wait(), n, self.eps, centred)
         y = self.fuse(scaled)(x, stats, *(w[p] for p in self._parameters))

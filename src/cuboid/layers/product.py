@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, reduce_scatter
 from cuboid.comm.flight import Flight, Pause, Steps, landed
-from cuboid.step.op import Ahead, Back
+from cuboid.step.op import Ahead, Back, nothing
 from cuboid.step.weights import Gathered, joined
 
 
@@ -111,14 +111,18 @@ class Out(Side):
 class Again:
     """AG_n(X) for backward: gathered again, or only handed out, when somebody first asks for it."""
 
-    def __init__(self, gather: Callable[[], list[Flight]]) -> None:
+    def __init__(self, gather: Callable[[], list[Flight]], sent: float, axis: str) -> None:
         self._gather: Callable[[], list[Flight]] | None = gather
+        self._sent, self._axis = sent, axis
         self.flights: list[Flight] = []
 
-    def launch(self) -> None:
-        if self._gather is not None:
-            gather, self._gather = self._gather, None  # the shard goes with it
-            self.flights = gather()
+    def launch(self) -> tuple[float, str]:
+        """The bytes that are on their way now and were not before."""
+        if self._gather is None:
+            return nothing()
+        gather, self._gather = self._gather, None  # the shard goes with it
+        self.flights = gather()
+        return self._sent, self._axis
 
 
 @dataclass(eq=False)
@@ -154,7 +158,7 @@ class Product:
         X_bytes, Y_bytes, flops = self.pauses(s * b, X_s.element_size())
         Xs, gather = self.X.gather(X_s, chunks), partial(self.X.gather, X_s, chunks)
         del X_s
-        yield Pause(X_bytes, flops)
+        yield Pause(X_bytes, flops, self.n.name)
         kept, Ys = list[Flight](), list[list[Flight]]()
         while Xs:
             X = Xs.pop(0).wait()
@@ -165,11 +169,13 @@ class Product:
         rest = [(out, out.bias(w), out.widths(w)) for out in self.outs]
         back = None
         if at.train:
-            again = Again(partial(list, kept) if self.retain else gather)
+            kept_or_sent = (partial(list, kept), 0.0) if self.retain else (gather, X_bytes)
+            again = Again(*kept_or_sent, self.n.name)
+            del kept_or_sent
             back = Back(partial(self.run, again, (X_bytes, Y_bytes, flops), b, chunks), again.launch)
             del again
         del gather, kept, w
-        yield Pause(Y_bytes)
+        yield Pause(Y_bytes, axis=self.k.name)
         found: list[Any] = [None] * len(self.linears)
         for (out, bias, widths), flights in zip(rest, zip(*Ys, strict=True), strict=True):
             Y_s = out.land(flights, b)
@@ -184,8 +190,7 @@ class Product:
         dYs = dYs if len(self.linears) > 1 else (dYs,)
         flights = [out.gather(side_by_side([dYs[i] for i in out.places]), chunks) for out in self.outs]
         del dYs
-        again.launch()
-        yield Pause(Y_bytes, 2 * flops)
+        yield Pause(Y_bytes, flops if w.late else 2 * flops, self.k.name, again.launch())
         Ws = [weight_of(group, w) for group in self.groups]
         dX_flights, dY_mn = list[Flight](), list[list[Tensor]]()
         while flights[0]:
@@ -198,11 +203,11 @@ class Product:
             dX_flights.append(self.X.scatter(dX_mk))  # (2), under wgrad's product
             dY_mn.append(dY)
             del dX_mk, dY
-        before()
+        aside = before()
         del Ws
-        w.make(partial(self.weight_gradients, again.flights, dY_mn, w))  # (3)
+        later = w.make(partial(self.weight_gradients, again.flights, dY_mn, w), flops)  # (3)
         del dY_mn, w
-        yield Pause(X_bytes)
+        yield Pause(X_bytes, 0.0, self.n.name, aside, later)
         return self.X.land(dX_flights, b)
 
     def weight_gradients(self, Xs: list[Flight], dYs: list[list[Tensor]], w: Gathered) -> None:

@@ -12,7 +12,7 @@ from cuboid.model.nn import Block, Model, Norm, Table
 from cuboid.model.parallel import Parallel
 from cuboid.step.op import chain, recomputed
 from cuboid.step.runner import At, Runner, Stage
-from cuboid.step.schedule import interleave
+from cuboid.step.schedule import Clock, interleave
 
 #: What backward computes again rather than keep: nothing, attention, or everything inside a block.
 Recompute = Literal["none", "selective", "full"]
@@ -66,8 +66,8 @@ class Transformer(Model):
     def logits(self, tokens: Tensor, place: Place, caches: dict[Any, Any] | None = None) -> Tensor:
         """This rank's part of the logits, [s, b, v] at `place.logits`. `caches`, empty at first, remembers keys and
         values from call to call."""
-        task, _ = self._to_logits.outputs(tokens, At(place, train=False, caches=caches))
-        (found,) = interleave([task])
+        task, _ = self._to_logits.outputs(tokens, At(place, train=False, caches=caches), clock := Clock())
+        (found,) = interleave([task], clock)
         return torch.cat(found, 1)
 
     @cached_property

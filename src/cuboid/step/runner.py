@@ -25,7 +25,7 @@ from cuboid.comm.collectives import all_reduce
 from cuboid.comm.flight import Steps
 from cuboid.mesh.place import Place
 from cuboid.step.op import Back, Layer, nothing
-from cuboid.step.schedule import Move, Order, Schedule, Task, interleave
+from cuboid.step.schedule import Clock, Message, Move, Order, Schedule, Task, interleave
 from cuboid.step.weights import Bucket, Gathered, Landing, Sums, Tensors
 
 
@@ -78,15 +78,19 @@ class _Shelf:
     kept: dict[Bucket, Tensors]  # what is in it is not gathered
     parts: int
     ahead: bool
+    clock: Clock
     late: bool = False
 
     def __post_init__(self) -> None:
         self._left = [self.parts] * len(self.buckets)
         self._flying: dict[int, Sequence[Landing]] = {}
+        self._lands: dict[int, Message] = {}
         self._held: dict[int, Gathered] = {}
 
     def _launch(self, i: int) -> None:
         if i in range(len(self.buckets)) and self._left[i] and i not in self._flying and i not in self._held:
+            sent = sum(bucket.sent for bucket in self.needed[i] if bucket not in self.kept)
+            self._lands[i] = self.clock.launch(sent, "x")
             self._flying[i] = [self._gather(bucket) for bucket in self.needed[i]]
 
     def _gather(self, bucket: Bucket) -> Landing:
@@ -98,6 +102,7 @@ class _Shelf:
             weights: Tensors = {}
             for land in self._flying.pop(i):
                 weights |= land()
+            self.clock.wait(self._lands.pop(i))
             self._held[i] = Gathered(self.buckets[i], weights, self.parts, self.late)
             if self.ahead and len(self._held) == 1:
                 self._launch(i + self.step)  # once these are here: they would share the link, and all would wait longer
@@ -119,6 +124,7 @@ class Pass:
     """One micro-batch between its forward and its backward."""
 
     backs: list[list[Back]]  # by sub-batch, by stage
+    clock: Clock  # of the step
     count: Tensor | None = None  # of the losses that are averaged
     #: gradients that stages made in forward: of the sum of losses, not their mean, and times a factor
     early: list[tuple[Landing, float]] = field(default_factory=list)
@@ -165,9 +171,9 @@ class Runner:
 
     # Forward
 
-    def forward(self, X: Tensor, at: At) -> Task:
+    def forward(self, X: Tensor, at: At, clock: Clock) -> Task:
         """Gives (loss, Pass): the mean loss over the tokens of all ranks."""
-        task, passed = self.outputs(X, at)
+        task, passed = self.outputs(X, at, clock)
 
         def finish(sums: list[Tensor]) -> tuple[Tensor, Pass]:
             total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
@@ -179,11 +185,11 @@ class Runner:
 
         return Task(task.steps, finish)
 
-    def outputs(self, X: Tensor, at: At) -> tuple[Task, Pass]:
+    def outputs(self, X: Tensor, at: At, clock: Clock) -> tuple[Task, Pass]:
         """Gives the last stage's Y of each sub-batch; the Pass is filled meanwhile."""
         ats = at.split(self.schedule.parts)
-        passed, n = Pass([[] for _ in ats]), len(ats)
-        shelf = _Shelf(self._buckets, self._buckets, 1, passed.kept, n, self.schedule.prefetch)
+        passed, n = Pass([[] for _ in ats], clock), len(ats)
+        shelf = _Shelf(self._buckets, self._buckets, 1, passed.kept, n, self.schedule.prefetch, clock)
         each = zip(X.chunk(n, 1), ats, passed.backs, strict=True)
         return Task([self._through(*one, shelf, passed) for one in each], list), passed
 
@@ -207,17 +213,21 @@ class Runner:
 
     # Backward
 
-    def backward(self, passed: Pass, dloss: Tensor, sums: Sums, late: bool = False) -> Task:
-        """Gives dX of each sub-batch. If `late`, what is left of the Pass is for `settle`."""
+    def backward(self, passed: Pass, dloss: Tensor, sums: Sums, late: bool = False, leave: bool = False) -> Task:
+        """Gives dX of each sub-batch. If `late`, weight gradients are made when there is nothing else to do; what is to
+        be left (`leave`) is for `settle`."""
         assert passed.count is not None
         scale, parts = dloss / passed.count, len(passed.backs)
         for land, shrunk in passed.early:
             sums.put({p: gradient * (scale / shrunk) for p, gradient in land().items()})
         passed.early.clear()
-        shelf = _Shelf(self._buckets, self._again, -1, passed.kept, parts, self.schedule.prefetch, late)
-        return Task([self._back_through(scale, backs, shelf, passed.left, sums) for backs in passed.backs], list)
+        shelf = _Shelf(self._buckets, self._again, -1, passed.kept, parts, self.schedule.prefetch, passed.clock, late)
+        settled = None if leave else sums
+        return Task([self._back_through(scale, backs, shelf, passed.left, settled) for backs in passed.backs], list)
 
-    def _back_through(self, dY: Any, backs: list[Back], shelf: _Shelf, left: list[Gathered], sums: Sums) -> Steps:
+    def _back_through(
+        self, dY: Any, backs: list[Back], shelf: _Shelf, left: list[Gathered], sums: Sums | None
+    ) -> Steps:
         """One sub-batch through all stages in reverse."""
         while backs:
             back, i = backs.pop(), len(backs)
@@ -231,8 +241,8 @@ class Runner:
             if gathered is not None:
                 gathered.release()
                 left.append(gathered)
-                if not shelf.late:
-                    settle(left, sums)
+                if sums is not None:
+                    settle(left, sums, shelf.clock)
         return dY
 
     # A step
@@ -247,7 +257,8 @@ class Runner:
                 f"the order is of micro-batches {named}, but there are {len(batches)} micro-batches; it must name each "
                 "of them, from 0 on"
             )
-        late = any(move.kind == "W" for moves in order for move in moves)
+        clock, leave = Clock(), any(move.kind == "W" for moves in order for move in moves)
+        late = leave or any(len(moves) > 1 for moves in order)
         sums = self.sums(len(batches))
         dloss = torch.tensor(scale / len(batches), dtype=torch.float64, device=self.parameters[0].device)
         losses, passes, left = dict[int, Tensor](), dict[int, Pass](), dict[int, list[Gathered]]()
@@ -258,13 +269,13 @@ class Runner:
             for move in moves:
                 kind, i = move
                 if kind == "F":
-                    tasks[move] = self.forward(*batches[i])
+                    tasks[move] = self.forward(*batches[i], clock)
                 elif kind == "B":
                     left[i] = passes[i].left
-                    tasks[move] = self.backward(passes.pop(i), dloss, sums, late)
+                    tasks[move] = self.backward(passes.pop(i), dloss, sums, late, leave)
                 else:
-                    settle(left.pop(i), sums)
-            for (kind, i), found in zip(tasks, interleave(list(tasks.values())), strict=True):
+                    settle(left.pop(i), sums, clock)
+            for (kind, i), found in zip(tasks, interleave(list(tasks.values()), clock), strict=True):
                 if kind == "F":
                     losses[i], passes[i] = found
         gradients = sums.finish()
@@ -278,15 +289,16 @@ class Runner:
         """The mean loss over the tokens of all ranks, which autograd differentiates."""
         if torch.is_grad_enabled() and (X.requires_grad or any(p.requires_grad for p in self.parameters)):
             return _Step.apply(X, self, at, *self.parameters)
-        ((loss, _),) = interleave([self.forward(X, at.without_backward())])
+        ((loss, _),) = interleave([self.forward(X, at.without_backward(), clock := Clock())], clock)
         return loss
 
 
-def settle(left: list[Gathered], sums: Sums) -> None:
+def settle(left: list[Gathered], sums: Sums, clock: Clock) -> None:
     """Make the weight gradients that backward has left, and launch their sums."""
     while left:
         gathered = left.pop(0)
-        gathered.settle()
+        clock.compute(gathered.settle())
+        clock.launch(sum(bucket.sent for bucket in gathered.buckets), "x")
         sums.add(gathered.reduce())
         sums.used(gathered.buckets)
 
@@ -296,7 +308,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, X: Tensor, runner: Runner, at: At, *parameters: nn.Parameter) -> Tensor:
-        ((loss, ctx.passed),) = interleave([runner.forward(X, at)])
+        ((loss, ctx.passed),) = interleave([runner.forward(X, at, clock := Clock())], clock)
         ctx.runner = runner
         return loss
 
@@ -314,7 +326,7 @@ class _Step(torch.autograd.Function):
             )
         runner, passed, ctx.passed = ctx.runner, ctx.passed, None
         sums = runner.sums()
-        (dXs,) = interleave([runner.backward(passed, dloss, sums)])
+        (dXs,) = interleave([runner.backward(passed, dloss, sums)], passed.clock)
         gradients = sums.finish()
         dX = torch.cat(dXs, 1) if ctx.needs_input_grad[0] else None
         return dX, None, None, *(gradients.pop(p, None) for p in runner.parameters)

@@ -16,6 +16,7 @@ What a linear can overlap by itself it always does: X's second gather under dX's
 `Mesh` made with `overlap=False` every collective is awaited where it is launched, whatever the schedule.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -113,21 +114,77 @@ class Task(NamedTuple):
     finish: Callable[[list[Any]], Any]
 
 
+Message = tuple[str, int]
+
+
+class Clock:
+    """Counts FLOPs. On it a link takes as long over all that is sent as the work takes. The messages of an axis follow
+    one another, and axes share the link. It begins anew with every step: the order of turns must not depend on where a
+    run was resumed."""
+
+    def __init__(self) -> None:
+        self.now = self._work = self._sent = 0.0
+        self._count = 0
+        self._left: dict[str, dict[int, float]] = {}  # by axis: bytes of each message in flight
+
+    def launch(self, sent: float, axis: str) -> Message:
+        """A message that leaves now."""
+        self._count += 1
+        if sent:
+            self._sent += sent
+            self._left.setdefault(axis, {})[self._count] = sent
+        return axis, self._count
+
+    def lands(self, message: Message) -> float:
+        """When it will have landed, if nothing else is launched."""
+        axis, number = message
+        mine = self._left.get(axis, {})
+        if number not in mine:
+            return self.now
+        until = sum(left for each, left in mine.items() if each <= number)
+        others = sum(min(until, sum(each.values())) for name, each in self._left.items() if name != axis)
+        return self.now + self._pace * (until + others)
+
+    def wait(self, message: Message) -> None:
+        self._advance(self.lands(message))
+
+    def compute(self, work: float) -> None:
+        self._work += work
+        self._advance(self.now + work)
+
+    @property
+    def _pace(self) -> float:
+        """Of a byte on the link."""
+        return self._work / self._sent if self._work else 1.0
+
+    def _advance(self, moment: float) -> None:
+        while self._left and self.now < moment:
+            first = {axis: next(iter(each)) for axis, each in self._left.items()}
+            each, sent = self._pace * len(first), min(self._left[axis][i] for axis, i in first.items())
+            step = min(sent * each, moment - self.now)
+            self.now += step
+            for axis, i in first.items():
+                self._left[axis][i] -= step / each
+                if self._left[axis][i] <= 1e-9 * sent:
+                    del self._left[axis][i]
+            self._left = {axis: each for axis, each in self._left.items() if each}
+        self.now = max(self.now, moment)
+
+
 @dataclass
 class _Turns:
     steps: Steps
-    task: int
-    ready: float = 0.0  # when what it waits for is thought to have landed
+    waits: Message = ("", 0)
     work: float = 0.0  # that it does next
     done: int = 0
 
 
-def interleave(tasks: Sequence[Task]) -> list[Any]:
+def interleave(tasks: Sequence[Task], clock: Clock) -> list[Any]:
     """Run the steps of all tasks from pause to pause, one computing while the others' collectives are in flight.
 
-    Whose turn it is follows from a clock that counts FLOPs, on which a link takes as long over all that is sent as the
-    work takes. Of the steps whose collective has landed by then, one that will only launch its next goes before one
-    that computes, and the one ahead before the others; so they spread out, and links and cores are both kept busy.
+    Whose turn it is follows from a clock. Of the steps whose collective has landed by then, those with the least to
+    compute before their next goes first, so that the link is kept busy, and of them the ones behind. Where all wait,
+    work that was put off is done.
     INVARIANT: sizes of pauses are the same on all ranks, hence the order is, whatever the time.
 
     >>> from cuboid.comm.flight import Pause
@@ -136,30 +193,33 @@ def interleave(tasks: Sequence[Task]) -> list[Any]:
     ...         print(name, i)
     ...         yield Pause(sent=1, work=1)
     ...     return name
-    >>> interleave([Task([counts("a"), counts("b")], list)])
+    >>> interleave([Task([counts("a"), counts("b")], list)], Clock())
     a 0
     b 0
     a 1
     b 1
     [['a', 'b']]
     """
+    spare = deque[Callable[[], float]]()
     results = [[None] * len(task.steps) for task in tasks]
-    going = {(t, i): _Turns(steps, t) for t, task in enumerate(tasks) for i, steps in enumerate(task.steps)}
-    clock = link = work = sent = 0.0
+    going = {(t, i): _Turns(steps) for t, task in enumerate(tasks) for i, steps in enumerate(task.steps)}
     while going:
-        last = [min((r.done for r in going.values() if r.task == t), default=0) for t in range(len(tasks))]
-        free = [at for at, r in going.items() if r.done < last[r.task] + MOST_AHEAD]
-        at = min(free, key=lambda at: (max(clock, going[at].ready), going[at].work > 0, -going[at].done, at))
-        runner = going[at]
-        clock = max(clock, runner.ready) + runner.work
+        last = [min((turns.done for at, turns in going.items() if at[0] == t), default=0) for t in range(len(tasks))]
+        free = [at for at, turns in going.items() if turns.done < last[at[0]] + MOST_AHEAD]
+        at = min(free, key=lambda at: (clock.lands(going[at].waits), going[at].work, going[at].done, at))
+        turns = going[at]
+        while spare and (len(spare) > len(going) or clock.lands(turns.waits) > clock.now):
+            clock.compute(spare.popleft()())
+        clock.wait(turns.waits)
+        clock.compute(turns.work)
         try:
-            pause = next(runner.steps)
+            pause = next(turns.steps)
         except StopIteration as end:
             results[at[0]][at[1]] = end.value
             del going[at]
             continue
-        work, sent = work + pause.work, sent + pause.sent
-        runner.ready, runner.work, runner.done = clock, pause.work, runner.done + 1
-        if pause.sent:
-            runner.ready = link = max(link, clock) + pause.sent * (work or sent) / sent
+        turns.waits, turns.work, turns.done = clock.launch(pause.sent, pause.axis), pause.work, turns.done + 1
+        clock.launch(*pause.aside)
+        if pause.later is not None:
+            spare.append(pause.later)
     return [task.finish(found) for task, found in zip(tasks, results, strict=True)]

@@ -51,6 +51,13 @@ class Bucket:
             for shard, place in zip(split, flat.split([shard.numel() for shard in split]), strict=True):
                 shard.data = place.view(shard.shape)
 
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank receives when it gathers them: by global shapes, the same on all ranks."""
+        sizes, split = self.mesh.cuboid.sizes, [spec for spec in self.specs.values() if "x" in spec.cut_by]
+        shards = [prod(spec.shape) / prod(sizes[axis] for axis in spec.cut_by) for spec in split]
+        return sum(shards) * (sizes["x"] - 1) * self.dtype.itemsize
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Bucket":
         return Bucket({deepcopy(p, memo): spec for p, spec in self.specs.items()}, self.mesh, self.dtype)
 
@@ -156,9 +163,9 @@ class Gathered:
     """
 
     def __init__(self, buckets: Sequence[Bucket], weights: Tensors, uses: int, late: bool) -> None:
-        self.buckets, self._weights, self._uses, self._late = buckets, weights, uses, late
+        self.buckets, self._weights, self._uses, self.late = buckets, weights, uses, late
         self._sums: Tensors = {}
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[tuple[Callable[[], None], float]] = []
         self.shrunk = 1.0  # what gradients made in forward were multiplied by, so that they fit in fp16
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
@@ -208,13 +215,25 @@ class Gathered:
             before = self._sums.get(parameter)
             self._sums[parameter] = gradient if before is None else before + gradient
 
-    def make(self, work: Callable[[], None]) -> None:
-        """Have gradients made: now or when `settle` is called."""
-        self._waiting.append(work) if self._late else work()
+    def make(self, work: Callable[[], None], flops: float) -> Callable[[], float] | None:
+        """Have gradients made: now or, where they may be `late`, by the function returned or by `settle`."""
+        if not self.late:
+            work()
+            return None
+        self._waiting.append((work, flops))
+        return self._make_one
 
-    def settle(self) -> None:
-        while self._waiting:
-            self._waiting.pop(0)()
+    def _make_one(self) -> float:
+        """The FLOPs it took."""
+        if not self._waiting:
+            return 0.0
+        work, flops = self._waiting.pop(0)
+        work()
+        return flops
+
+    def settle(self) -> float:
+        """Make all that are left; the FLOPs it took."""
+        return sum(self._make_one() for _ in range(len(self._waiting)))
 
     def reduce(self) -> list[tuple[Bucket, Landing]]:
         """Launch the sums over x of all gradients there are."""
