@@ -59,8 +59,8 @@ def _slow_remarks(rows: Sequence[Row]) -> list[str]:
     lines = [
         "Emulated devices: local work is timed, not done; messages are real. Seconds a step; busy, exposed: of the "
         "step, a device computing and waiting for messages; sent: bytes of a rank; inside, crossed: bytes the "
-        "busiest host's ranks sent to one another and to other hosts; planned: seconds by cuboid plan for the same "
-        "figures, of 1-D its operations and collectives one after another; CPU: of the cores' time, the ranks' own."
+        "busiest host's ranks sent to one another and to other hosts; planned: seconds by the planner for "
+        "the same figures; CPU: of the cores' time, the ranks' own."
     ]
     wrong = [row.contestant.name for row in rows if not row.as_predicted]
     lines.append(f"Bytes differ from the formula: {', '.join(wrong)}." if wrong else "Bytes equal the formula's.")
