@@ -24,7 +24,7 @@ from cuboid.bench.turn import Count, Times, slowest
 from cuboid.device import gpu_names
 from cuboid.emulate.slow_motion import SlowMotion
 
-MOST_CPU, MOST_CPU_ROUGH = 0.15, 0.3  # of the cores' time that ranks may take beside emulated devices
+MOST_CPU, MOST_CPU_ROUGH = 0.15, 0.3  # of the cores' time that ranks may take beside emulated devices; with --quick
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Row:
     bits: float  # a second, of a host's link; 0 where unshaped
     counts: list[Count]  # of every rank
     slow: SlowMotion | None = None  # on emulated devices
+    quick: bool = False  # rough figures will do
     samples: list[dict[str, float]] = field(default_factory=list)  # of every timed step
 
     def add(self, ranks: Sequence[Sequence[Times]]) -> None:
@@ -86,7 +87,7 @@ class Row:
     def counts_as(self) -> str:
         """Of emulated devices: "" if the ranks' own work left them alone, else how far its figures may be trusted."""
         share = self.cpu_share
-        return "" if share <= MOST_CPU else "rough" if share <= MOST_CPU_ROUGH else "not counted"
+        return "" if share <= MOST_CPU else "rough" if self.quick and share <= MOST_CPU_ROUGH else "not counted"
 
     @property
     def cpu_share(self) -> float:

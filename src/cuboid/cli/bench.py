@@ -193,9 +193,16 @@ def bench(
                 console.print(line, soft_wrap=True, markup=False, highlight=False)
         for each in rates:
             apart = bool(each) or under_torchrun()
-            trials.append(Trial(replace(problem, apart=apart or slow is not None), size, chosen, each, slow))
+            trials.append(Trial(replace(problem, apart=apart or slow is not None), size, chosen, each, slow, quick))
     pace = Pace(rounds or own.rounds, steps or own.steps, ranks_per_host)
-    settings = {"emulate": emulate, "ranks": sizes, "ranks_per_host": ranks_per_host, "rates": rates, **vars(pace)}
+    settings = {
+        "emulate": emulate,
+        "quick": quick,
+        "ranks": sizes,
+        "ranks_per_host": ranks_per_host,
+        "rates": rates,
+        **vars(pace),
+    }
     result = run_bench(Result(what, settings), trials, pace, out, console)
     if is_first():
         show(result, console)
