@@ -48,6 +48,16 @@ class Contestant:
         return self.way.startswith("native")
 
     @property
+    def cuboidal(self) -> bool:
+        """Whether it is one of ours: what `cuboid plan` plans."""
+        return self.way in ("cube", "cuboid", "FSDP×TP")
+
+    @property
+    def by_host(self) -> bool:
+        """Whether broadcasts and sums to one rank enter or leave each host once."""
+        return self.way != "2-D"
+
+    @property
     def name(self) -> str:
         k = self.shape
         if self.way in ("serial", "1-D", "1-D+SP"):
@@ -77,7 +87,7 @@ class Contestant:
 
     def schedule(self, problem: Problem) -> Schedule:
         """Of a cuboid, what suits its sizes and the network."""
-        if self.way not in ("cube", "cuboid", "FSDP×TP") or not self.overlap:
+        if not self.cuboidal or not self.overlap:
             return OFF
         return suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4, problem.apart)
 
@@ -129,7 +139,7 @@ class ModelRunner:
             world.device,
             overlap=contestant.overlap,
             per_host=world.local_size,
-            by_host=contestant.way != "2-D",
+            by_host=contestant.by_host,
             share_device=world.crowded,
         )
         self._parallel = contestant.parallel(problem, self.mesh)

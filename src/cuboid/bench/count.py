@@ -1,14 +1,15 @@
 """Count the collectives that torch launches by itself, as our ledger counts ours."""
 
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuboid.comm.ledger import Ledger
+from cuboid.comm.ledger import Ledger, Span
 
 #: FSDP's ops (c10d) and DTensor's (_c10d_functional): the kind, the whole tensor and the group of a call.
 _OPS: dict[str, tuple[str, Callable[[Any, Any], tuple[Tensor, Any]]]] = {
@@ -21,7 +22,7 @@ _OPS: dict[str, tuple[str, Callable[[Any, Any], tuple[Tensor, Any]]]] = {
     "_c10d_functional::all_to_all_single": ("all_to_all", lambda args, _: (args[0], args[3])),
     "_c10d_functional::all_reduce": ("all_reduce", lambda args, _: (args[0], args[2])),
 }
-_MOVES_NOTHING = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::barrier"}
+_MOVES_NOTHING = {"_c10d_functional::_wrap_tensor_autograd", "c10d::barrier"}
 
 
 class Tally(TorchDispatchMode):
@@ -35,21 +36,52 @@ class Tally(TorchDispatchMode):
     def __init__(self, ledger: Ledger, groups: Mapping[str, dist.ProcessGroup]) -> None:
         super().__init__()
         self.ledger = ledger
+        self._under_way: dict[int, tuple[Any, Span]] = {}  # by what is awaited, which is held so that no other is it
+        self._waits = {kind: kind.wait for kind in (dist.Work, FakeWork)}
         self._axes = {str(group.group_name): (axis, group.size()) for axis, group in groups.items() if group.size() > 1}
 
+    def __enter__(self) -> Self:
+        for kind, wait in self._waits.items():
+
+            def wait_and_note(work: dist.Work, *args: Any, _wait: Any = wait, **options: Any) -> Any:
+                start = time.perf_counter()
+                done = _wait(work, *args, **options)
+                self._note(work, start)
+                return done
+
+            kind.wait = wait_and_note  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        for kind, wait in self._waits.items():
+            kind.wait = wait  # type: ignore[method-assign]
+        self._under_way.clear()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it then runs, and what it runs comes by here
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper such as DTensor: it then runs, and what it runs comes by here
+        start = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         name = func.name().split(".")[0]
         if name in _OPS:
             kind, operands = _OPS[name]
-            self._record(kind, *operands(args, out), all_of_it=name == "c10d::alltoall_base_" and bool(args[4]))
+            span = self._record(kind, *operands(args, out), all_of_it=name == "c10d::alltoall_base_" and bool(args[4]))
+            awaited = _awaited(out)
+            self._under_way[id(awaited)] = awaited, span
+        elif name == "_c10d_functional::wait_tensor":
+            self._note(args[0].untyped_storage(), start)
         else:
             assert "c10d" not in name or name in _MOVES_NOTHING, f"{name} would go uncounted"
         return out
 
-    def _record(self, kind: str, whole: Tensor, group: Any, all_of_it: bool) -> None:
+    def _note(self, awaited: Any, start: float) -> None:
+        _, span = self._under_way.pop(id(awaited), (None, None))
+        if span is not None:
+            self.ledger.waited(span, start, time.perf_counter())
+
+    def _record(self, kind: str, whole: Tensor, group: Any, all_of_it: bool) -> Span:
         """`all_of_it` is sent where a rank's own part is left out to begin with."""
         if not isinstance(group, str | dist.ProcessGroup):
             group = dist.ProcessGroup.unbox(group)
@@ -57,7 +89,14 @@ class Tally(TorchDispatchMode):
         sent = whole.numel() * whole.element_size()
         if not all_of_it:
             sent = sent * (p - 1) * (2 if kind == "all_reduce" else 1) // p
-        self.ledger.launched(axis, kind, sent)
+        return self.ledger.launched(axis, kind, sent)
+
+
+def _awaited(out: Any) -> Any:
+    """What is waited for, given what a collective returned: its work, or the memory of its result."""
+    if isinstance(out, Tensor):
+        return out.untyped_storage()
+    return dist.Work.unbox(out[-1] if isinstance(out, tuple) else out)
 
 
 def wire_bytes(counts: Mapping[str, Mapping[str, tuple[int, int]]]) -> dict[str, int]:

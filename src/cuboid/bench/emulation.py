@@ -16,6 +16,7 @@ from rich.table import Table
 
 from cuboid.bench.contestant import Contestant, begin_with
 from cuboid.bench.overlap import UNSHAPED, steps
+from cuboid.bench.plot import draw_pairs
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import BenchReport, Spread
 from cuboid.bench.turn import Times, slowest
@@ -45,13 +46,17 @@ class Pair:
     @property
     def apart(self) -> float:
         """Of the real step, in medians."""
-        real, emulated = (median(times.step for times in each) for each in (self.real, self.emulated))
-        return emulated / real - 1
+        real, emulated = self.spreads()
+        return emulated.median / real.median - 1
+
+    def spreads(self) -> tuple[Spread, Spread]:
+        """Of steps on cores, and on emulated devices."""
+        real, emulated = (Spread.of([times.step for times in each]) for each in (self.real, self.emulated))
+        return real, emulated
 
     def cells(self) -> list[str]:
         found = []
-        for each in (self.real, self.emulated):
-            step = Spread.of([times.step for times in each])
+        for each, step in zip((self.real, self.emulated), self.spreads(), strict=True):
             found += [f"{step.median:.3f}", f"{step.low:.3f}–{step.high:.3f}"]
             found += [f"{median(times.exposed for times in each):.3f}"]
         return [self.shape, self.schedule, self.rate, *found, f"{self.apart:+.1%}"]
@@ -89,30 +94,39 @@ def emulation(
     problem = Problem(model, batch, SEQ)
     names = begin_with(only, [str(shape) for shape in SHAPES])
     try_hosts("bench emulation cannot do without hosts, which need root and iproute2")
-    path = Path(figures) if figures else out / "core.json"
-    if not figures:
-        console.print("Calibrating the cores", highlight=False)
-        settings = Settings(model.replace(layers=1), max(problem.tokens // 2, 64))
-        out.mkdir(parents=True, exist_ok=True)
-        with Pool(2) as pool:
-            found = pool.run(calibrate, settings, "core")[0]
-        found.hardware.save(path)
+    out.mkdir(parents=True, exist_ok=True)
+    path = Path(figures) if figures else _calibrated(problem, out / "core.json", console)
     slow = parse(str(path))
     report = BenchReport("emulation", {"rounds": rounds, "figures": slow.hardware.export()})
     pairs = [pair for shape in SHAPES if str(shape) in names for pair in measure(shape, problem, rounds, slow, console)]
-    table = Table(
-        *COLUMNS, title=f"Seconds a step, on cores and emulated: {slow.without_links()}", title_justify="left"
-    )
+    good = _shown(pairs, slow, console)
+    real, emulated = zip(*(pair.spreads() for pair in pairs), strict=True)
+    pictures = draw_pairs([f"{pair.shape}\nschedule {pair.schedule}" for pair in pairs], real, emulated, out)
+    found = {"problem": problem.export(), "rows": [pair.export() for pair in pairs]}
+    for written in (report.write(out / "emulation.json", found), *pictures):
+        console.print(str(written.absolute()), soft_wrap=True, highlight=False)
+    return good
+
+
+def _calibrated(problem: Problem, path: Path, console: Console) -> Path:
+    """Write this machine's figures for two ranks."""
+    console.print("Calibrating the cores", highlight=False)
+    settings = Settings(problem.config.replace(layers=1), max(problem.tokens // 2, 64))
+    with Pool(2) as pool:
+        pool.run(calibrate, settings, "core")[0].hardware.save(path)
+    return path
+
+
+def _shown(pairs: Sequence[Pair], slow: SlowMotion, console: Console) -> bool:
+    """Print all pairs; whether each is as long emulated as real."""
+    title = f"Seconds per step, on cores and emulated: {slow.without_links()}"
+    table = Table(*COLUMNS, title=title, title_justify="left")
     for pair in pairs:
         table.add_row(*pair.cells())
     console.print(table)
     worst = max(pairs, key=lambda pair: abs(pair.apart))
     good = abs(worst.apart) <= MOST_APART
-    verdict = (
-        f"at most {MOST_APART:.0%}" if good else f"more than {MOST_APART:.0%}: devices do not stand for these cores"
-    )
-    console.print(
-        f"Medians differ by {abs(worst.apart):.1%} ({worst.shape}, {worst.schedule}), {verdict}.", highlight=False
-    )
-    report.write(out / "emulation.json", {"problem": problem.export(), "rows": [pair.export() for pair in pairs]})
+    verdict = "at most" if good else "emulated devices do not stand for these cores: more than"
+    line = f"Medians differ by {abs(worst.apart):.1%} ({worst.shape}, {worst.schedule}), {verdict} {MOST_APART:.0%}."
+    console.print(line, highlight=False)
     return good

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullLocator
 
 from cuboid.bench.bound import step_bytes
-from cuboid.bench.result import Result, Row
+from cuboid.bench.result import Result, Row, Spread
 from cuboid.run.cluster import bits_per_second
 
 COLOURS = {
@@ -48,7 +49,39 @@ def draw(result: Result, folder: Path) -> list[Path]:
     slow = result.rows[0].slow
     where += f", emulated devices {slow.hardware.name}" if slow is not None else ""
     figure.suptitle(f"cuboid bench {result.bench}: {sizes[-1]} ranks, {where}", x=0.01, ha="left")
-    paths = [folder / f"{result.bench}.{kind}" for kind in ("png", "svg")]
+    return _save(figure, folder / result.bench)
+
+
+def draw_pairs(names: Sequence[str], real: Sequence[Spread], emulated: Sequence[Spread], folder: Path) -> list[Path]:
+    """Steps on cores and on emulated devices side by side, medians with quartiles, as PNG and as SVG."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for i, (label, spreads, colour) in enumerate((("cores", real, "#777777"), ("emulated", emulated, "#1f5fa8"))):
+        middle = [spread.median for spread in spreads]
+        places = [place + 0.4 * i - 0.2 for place in range(len(names))]
+        axes.bar(places, middle, 0.38, yerr=_error_bars(spreads), capsize=3, label=label, color=colour)
+    for place, (one, other) in enumerate(zip(real, emulated, strict=True)):
+        axes.annotate(f"{other.median / one.median - 1:+.1%}", (place, max(one.high, other.high)), (0, 6), **_ABOVE)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylabel("seconds per step: median and quartiles")
+    axes.margins(y=0.15)
+    axes.grid(axis="y", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside upper right", ncols=2)
+    figure.suptitle("cuboid bench emulation: cores against emulated devices", x=0.01, ha="left")
+    return _save(figure, folder / "emulation")
+
+
+_ABOVE: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": "small"}
+
+
+def _error_bars(spreads: Sequence[Spread]) -> list[list[float]]:
+    """Down to the first quartile, and up to the third."""
+    return [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
+
+
+def _save(figure: Figure, stem: Path) -> list[Path]:
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     for path in paths:
         figure.savefig(path, dpi=130)
     return paths
@@ -72,8 +105,7 @@ def _lines(axes: Axes, rows: Sequence[Row], xs: dict[int, float]) -> None:
         places = sorted(fastest)
         spreads = [fastest[x].spread("step") for x in places]
         middle = [spread.median for spread in spreads]
-        bars = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
-        axes.errorbar(places, middle, yerr=bars, marker="o", capsize=3, label=way, color=COLOURS[way])
+        axes.errorbar(places, middle, yerr=_error_bars(spreads), marker="o", capsize=3, label=way, color=COLOURS[way])
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")

@@ -8,27 +8,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-import numpy as np
 import torch
 
 from cuboid import __version__
 from cuboid.bench.bound import step_bytes
 from cuboid.bench.contestant import Contestant
+from cuboid.bench.planned import planned_seconds
 from cuboid.bench.problem import Problem
 from cuboid.bench.turn import Count, Times, slowest
 from cuboid.device import gpu_names
 from cuboid.emulate.slow_motion import SlowMotion
-from cuboid.plan.hardware import Hardware
-from cuboid.plan.layer import Choice, Work
-from cuboid.plan.search import predict
-from cuboid.plan.sizes import groups
-from cuboid.plan.time import collective_seconds
 
-MOST_CPU, MOST_CPU_ROUGH = 0.15, 0.3  # of the cores' time that ranks may take beside emulated devices
+MOST_CPU, MOST_CPU_ROUGH = 0.15, 0.3  # of the cores' time that ranks may take beside emulated devices; with --quick
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,7 @@ class Row:
     bits: float  # a second, of a host's link; 0 where unshaped
     counts: list[Count]  # of every rank
     slow: SlowMotion | None = None  # on emulated devices
+    quick: bool = False  # rough figures will do
     samples: list[dict[str, float]] = field(default_factory=list)  # of every timed step
 
     def add(self, ranks: Sequence[Sequence[Times]]) -> None:
@@ -90,36 +87,19 @@ class Row:
     def counts_as(self) -> str:
         """Of emulated devices: "" if the ranks' own work left them alone, else how far its figures may be trusted."""
         share = self.cpu_share
-        return "" if share <= MOST_CPU else "rough" if share <= MOST_CPU_ROUGH else "not counted"
+        return "" if share <= MOST_CPU else "rough" if self.quick and share <= MOST_CPU_ROUGH else "not counted"
 
     @property
     def cpu_share(self) -> float:
         """Of the cores' time that the ranks' own work took: on emulated devices it should be none."""
         return self.spread("cpu").median / (os.cpu_count() or 1) / self.spread("step").median
 
-    @property
+    @cached_property
     def planned(self) -> float | None:
-        """Seconds a step takes by the planner, for the figures that are emulated; None: it plans no such layout."""
-        if self.slow is None or self.slow.hardware.lacks(self.ranks):  # links are this machine's, and were not measured
+        """Seconds a step takes by the planner's figures, which are emulated; None where they are not known of links."""
+        if self.slow is None or self.slow.hardware.lacks(self.ranks):
             return None
-        if self.contestant.way == "1-D" and self.samples:
-            return self.spread("busy").median + self._sending(self.slow.hardware)
-        if self.contestant.way not in ("cuboid", "cube", "FSDP×TP"):
-            return None
-        work = Work(self.problem.config, self.problem.batch, self.problem.seq, "fp32")
-        choice = Choice(policy=self.problem.policy, schedule=self.contestant.schedule(self.problem))
-        overlap = self.contestant.overlap
-        return predict(self.slow.hardware, work, self.contestant.shape, choice, overlap=overlap).seconds
-
-    def _sending(self, hw: Hardware) -> float:
-        """Seconds of all collectives of the first rank by the planner's formulas, one after another."""
-        found, total = groups([self.contestant.shape], np.ones(1, dtype=np.int64), hw.node), 0.0
-        for axis, kinds in self.counts[0].predicted.items():
-            p = int(found[axis].size[0])
-            for kind, (calls, sent) in kinds.items():
-                whole = np.array([sent * p / (p - 1) / calls / (2 if kind == "all_reduce" else 1)])
-                total += calls * float(collective_seconds(hw, kind, found[axis], whole, direct=False)[0])
-        return total
+        return planned_seconds(self.slow.hardware, self.contestant, self.problem)
 
     def spread(self, name: str) -> Spread:
         return Spread.of([sample[name] for sample in self.samples])

@@ -31,6 +31,7 @@ class Trial:
     contestants: Sequence[Contestant]
     rate: str = ""
     slow: SlowMotion | None = None  # on emulated devices
+    quick: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def bench(result: Result, trials: Sequence[Trial], pace: Pace, out: Path, consol
 
 def _row(trial: Trial, contestant: Contestant, counted: dict[tuple[Problem, Contestant], list[Count]]) -> Row:
     bits = bits_per_second(trial.rate) if trial.rate else 0.0
-    return Row(contestant, trial.problem, trial.ranks, trial.rate, bits, counted[trial.problem, contestant], trial.slow)
+    counts = counted[trial.problem, contestant]
+    return Row(contestant, trial.problem, trial.ranks, trial.rate, bits, counts, trial.slow, trial.quick)
 
 
 @contextmanager

@@ -1,91 +1,124 @@
 """A benchmark's result as a person reads it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.bench.result import MOST_CPU, Result, Row
+from cuboid.bench.result import MOST_CPU, MOST_CPU_ROUGH, Result, Row
 from cuboid.train.progress import quantity
+
+#: What a table says of a row, by its column's header.
+Columns = dict[str, Callable[[Row], str]]
 
 LEAST_NETWORK = 0.7  # of a step that bytes ÷ rate must explain for its ratios to speak of the network
 
 
 def show(result: Result, console: Console) -> None:
+    """Of each network and number of ranks two tables, which fit into 80 columns: times, then what they are made of."""
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in result.rows:
         groups.setdefault((row.rate, row.ranks), []).append(row)
     for (rate, ranks), rows in groups.items():
         slow = rows[0].slow
-        if slow is not None:
-            console.print(_slow_table(rows, f"{ranks} ranks, {slow}"))
-        else:
-            console.print(_table(rows, f"{ranks} ranks, {rate + ' a host' if rate else 'links unshaped'}"))
+        where = str(slow) if slow is not None else f"{rate} a host" if rate else "links unshaped"
+        console.print(_table(rows, _times(rows), f"{ranks} ranks, {where}"))
+        console.print()
+        console.print(_table(rows, _details(rows) if slow is None else _slow_details()))
         for line in _remarks(rows) if slow is None else _slow_remarks(rows):
             console.print(line, highlight=False)
 
 
-def _framed(columns: Sequence[str], rows: Sequence[Row], more: Callable[[Row], list[str]], title: str) -> Table:
-    """Every row's name and times, then what `more` says of it."""
-    first, fastest = rows[0].spread("step").median, min(row.spread("step").median for row in rows)
-    times = ["layout", "step", "quartiles", "fwd", "bwd", "opt", f"× {rows[0].contestant.way}"]
-    table = Table(*times, *columns, title=title, title_justify="left")
-    for column in table.columns:
-        column.justify, column.no_wrap = "left" if column.header == "layout" else "right", True
+def _table(rows: Sequence[Row], columns: Columns, title: str | None = None) -> Table:
+    fastest = min(row.spread("step").median for row in rows)
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    table.add_column("layout", no_wrap=True)
+    for header in columns:
+        table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        step = row.spread("step")
-        cells = [row.contestant.name, f"{step.median:.3g}", f"{step.low:.3g}–{step.high:.3g}"]
-        cells += [f"{row.spread(part).median:.3g}" for part in ("forward", "backward", "optimizer")]
-        cells += [f"{first / step.median:.2f}", *more(row)]
-        table.add_row(*cells, style="bold" if step.median == fastest else "")
+        cells = [cell(row) for cell in columns.values()]
+        table.add_row(row.contestant.name, *cells, style="bold" if row.spread("step").median == fastest else "")
     return table
 
 
-def _slow_table(rows: Sequence[Row], title: str) -> Table:
+def _times(rows: Sequence[Row]) -> Columns:
+    """Seconds of a step and of its parts, and how many times faster it is than the first layout's."""
+    first = rows[0]
+
+    def quartiles(row: Row) -> str:
+        return f"{row.spread('step').low:.3g}–{row.spread('step').high:.3g}"
+
+    def faster(row: Row) -> str:
+        return f"{first.spread('step').median / row.spread('step').median:.2f}"
+
+    columns: Columns = {"step": partial(_median, "step"), "quartiles": quartiles}
+    columns |= {"fwd": partial(_median, "forward"), "bwd": partial(_median, "backward")}
+    columns |= {"opt": lambda row: f"{row.spread('optimizer').median:.2g}"}
+    columns |= {f"× {first.contestant.way}".replace("native ", "native\n"): faster}
+    if first.slow is not None:
+        columns["planned"] = lambda row: "–" if row.planned is None else f"{row.planned:.3g}"
+    return columns
+
+
+def _median(part: str, row: Row) -> str:
+    return f"{row.spread(part).median:.3g}"
+
+
+def _share(part: str, row: Row) -> str:
+    return f"{row.spread(part).median / row.spread('step').median:.0%}"
+
+
+def _bytes(level: str, row: Row) -> str:
+    found = row.spread(level).median
+    return quantity(found) if found else "–"
+
+
+def _slow_details() -> Columns:
     """Of emulated devices: no values, so no losses."""
+    return {
+        "busy": partial(_share, "busy"),
+        "exposed": partial(_share, "exposed"),
+        "sent": lambda row: quantity(row.sent),
+        "inside": partial(_bytes, "inside"),
+        "crossed": partial(_bytes, "crossed"),
+        "CPU": lambda row: f"{row.cpu_share:.0%}",
+        "counts": lambda row: {"": "yes", "rough": "rough"}.get(row.counts_as, "no"),
+    }
 
-    def more(row: Row) -> list[str]:
-        step = row.spread("step").median
-        shares = [f"{row.spread(part).median / step:.0%}" for part in ("busy", "exposed")]
-        levels = [row.sent, row.spread("inside").median, row.spread("crossed").median]
-        sent = [quantity(each) if each else "–" for each in levels]
-        planned = "–" if row.planned is None else f"{row.planned:.3g}"
-        return [*shares, *sent, planned, f"{row.cpu_share:.0%} {row.counts_as}".strip()]
 
-    return _framed(["busy", "exposed", "sent", "inside", "crossed", "planned", "CPU"], rows, more, title)
+def _details(rows: Sequence[Row]) -> Columns:
+    shaped: Columns = {
+        "crossed": partial(_bytes, "crossed"),
+        "network": lambda row: f"{row.spread('network').median:.0%}",
+    }
+    return {
+        "sent": lambda row: quantity(row.sent),
+        **(shaped if rows[0].rate else {}),
+        "waited": lambda row: "–" if row.contestant.native else _share("exposed", row),
+        "peak": lambda row: quantity(row.peak),
+        "GFLOP": lambda row: f"{max(count.flops for count in row.counts) / 1e9:.2f}",
+    }
 
 
 def _slow_remarks(rows: Sequence[Row]) -> list[str]:
     lines = [
         "Emulated devices: local work is timed, not done; messages are real. Seconds a step; busy, exposed: of the "
         "step, a device computing and waiting for messages; sent: bytes of a rank; inside, crossed: bytes the "
-        "busiest host's ranks sent to one another and to other hosts; planned: seconds by cuboid plan for the same "
-        "figures, of 1-D its operations and collectives one after another; CPU: of the cores' time, the ranks' own."
+        "busiest host's ranks sent to one another and to other hosts; planned: seconds by the planner for "
+        "the same figures; CPU: of the cores' time, the ranks' own; "
+        f"counts: whether that is at most {MOST_CPU:.0%}, or with --quick at most {MOST_CPU_ROUGH:.0%}, which is rough."
     ]
     wrong = [row.contestant.name for row in rows if not row.as_predicted]
     lines.append(f"Bytes differ from the formula: {', '.join(wrong)}." if wrong else "Bytes equal the formula's.")
     for how in ("rough", "not counted"):
         names = ", ".join(row.contestant.name for row in rows if row.counts_as == how)
         if names:
-            lines.append(
-                f"{how.capitalize()}: {names}: the ranks' own work took more than {MOST_CPU:.0%}; use a larger factor."
-            )
+            lines.append(f"{how.capitalize()}: {names}: the ranks' own work took too much; use a larger factor.")
     return lines
-
-
-def _table(rows: Sequence[Row], title: str) -> Table:
-    shaped = bool(rows[0].rate)
-
-    def more(row: Row) -> list[str]:
-        cells = [quantity(row.sent)]
-        if shaped:
-            cells += [quantity(row.spread("crossed").median), f"{row.spread('network').median:.0%}"]
-        waited = row.spread("exposed").median / row.spread("step").median
-        cells += ["–" if row.contestant.native else f"{waited:.0%}", quantity(row.peak)]
-        return [*cells, f"{max(count.flops for count in row.counts) / 1e9:.2f}"]
-
-    columns = ["sent", *(["crossed", "network"] if shaped else []), "waited", "peak", "GFLOP"]
-    return _framed(columns, rows, more, title)
 
 
 def _remarks(rows: Sequence[Row]) -> list[str]:

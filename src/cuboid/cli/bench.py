@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -72,6 +72,11 @@ TAKES = {
 }
 
 
+def _option(words: str, least: int | None = None) -> Any:
+    """Whose default each benchmark has by itself."""
+    return typer.Option(help=words, min=least, show_default=False)
+
+
 def bench(
     ctx: typer.Context,
     what: Annotated[
@@ -79,37 +84,43 @@ def bench(
         typer.Argument(
             help="strong: one problem on more and more ranks. weak: a problem that grows with the ranks. layouts: "
             "every layout and cuboid of one number of ranks. overlap: the schedule on and off, on two hosts and on "
-            "eight. emulation: steps on two cores against emulated devices. cpu: CPU seconds of every cuboid against "
-            "one device's. accuracy: loss curves of 1-D, 2-D and 3-D "
-            "on one text."
+            "eight. emulation: the same steps computed on two cores and timed on emulated devices. cpu: CPU seconds of "
+            "every cuboid against one device's. accuracy: loss curves of 1-D, 2-D and 3-D on one text."
         ),
     ],
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 8,64.")] = "",
-    hosts: Annotated[int, typer.Option(help="Emulated hosts, instead of --ranks.", min=0)] = 0,
+    ranks: Annotated[str, _option("Numbers of ranks, such as 8,64.")] = "",
+    hosts: Annotated[int, _option("Emulated hosts, instead of --ranks.", 0)] = 0,
     ranks_per_host: Annotated[int, typer.Option(help="Ranks on each host.", min=1)] = 4,
     rate: Annotated[
         str | None, typer.Option(help="Each host's link, such as 25mbit; several are a sweep; '' is unshaped.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=0)] = 0,
-    steps: Annotated[int, typer.Option(help="Steps timed in a turn; of accuracy: steps trained.", min=0)] = 0,
+    rounds: Annotated[int, _option("How often each layout has its turn.", 0)] = 0,
+    steps: Annotated[int, _option("Steps timed per turn; of accuracy: steps trained.", 0)] = 0,
     only: Annotated[
-        list[str] | None, typer.Option(help="A contestant, by the beginning of its name; again for more.")
+        list[str] | None,
+        typer.Option(
+            help="Only layouts whose name begins so, such as 'cuboid (2,' or 2-D; may be given several times."
+        ),
     ] = None,
-    layers: Annotated[int, typer.Option(min=0)] = 0,
-    hidden: Annotated[int, typer.Option(min=0)] = 0,
-    heads: Annotated[int, typer.Option(min=0)] = 0,
-    vocab: Annotated[int, typer.Option(min=0)] = 0,
-    batch: Annotated[int, typer.Option(help="Sequences in all; of weak: on the fewest ranks.", min=0)] = 0,
-    seq: Annotated[int, typer.Option(help="Tokens a sequence.", min=0)] = 0,
-    activations: Annotated[str, typer.Option(help="Cuboids retain or regather gathered activations.")] = "retain",
+    layers: Annotated[int, _option("Blocks of the model.", 0)] = 0,
+    hidden: Annotated[int, _option("Features of the residual stream; of weak: on the fewest ranks.", 0)] = 0,
+    heads: Annotated[int, _option("Heads of attention; they must divide --hidden.", 0)] = 0,
+    vocab: Annotated[int, _option("Tokens in the vocabulary.", 0)] = 0,
+    batch: Annotated[int, _option("Sequences per step, over all ranks; of weak: on the fewest ranks.", 0)] = 0,
+    seq: Annotated[int, _option("Tokens per sequence.", 0)] = 0,
+    activations: Annotated[
+        str, typer.Option(help="Cuboids retain gathered activations for backward, or regather them.")
+    ] = "retain",
     weights: Annotated[
-        str, typer.Option(help="Cuboids, and PyTorch's FSDP, retain or regather gathered weights.")
+        str, typer.Option(help="Cuboids and PyTorch's FSDP retain gathered weights for backward, or regather them.")
     ] = "regather",
     emulate: Annotated[
         str,
         typer.Option(
-            help="Emulated devices and links: a preset slowed down, such as v100-edr/2000, figures, or a file of "
-            "cuboid calibrate."
+            help="Time local work instead of doing it, and send real messages over slowed links: paper, a preset of "
+            "cuboid plan and a factor (v100-edr/2000), figures (fp32=2e9,stream=1e9,between=50mbit) or a file of "
+            "cuboid calibrate. Of emulation: such a file for two ranks; without, the cores are calibrated first. All "
+            "figures: docs/emulation.md."
         ),
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer: minutes, and rough.")] = False,
@@ -117,9 +128,10 @@ def bench(
 ) -> None:
     """Time ways of spreading one model over the same ranks: step, bytes, memory, against one another.
 
-    Contestants take turns, round after round; medians and quartiles are shown; everything goes to JSON, PNG and SVG.
-    With --rate the ranks live on emulated hosts with shaped links (needs root); without, on this machine's loopback.
-    On a cluster: torchrun … -m cuboid bench layouts --ranks 64 --rate ''. Sizes left out are the benchmark's own.
+    Layouts take turns, round after round; medians and quartiles are shown; everything goes to JSON, PNG and SVG. With
+    --rate the ranks live on emulated hosts with shaped links (needs root); without, on this machine's loopback. With
+    --emulate their devices are emulated too, so that many ranks can share a core: see docs/emulation.md. On a cluster:
+    torchrun … -m cuboid bench layouts --ranks 64 --rate ''. Sizes and rounds left out are the benchmark's own.
     """
     console = Console() if sys.stdout.isatty() else Console(width=132)
     given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
@@ -193,9 +205,16 @@ def bench(
                 console.print(line, soft_wrap=True, markup=False, highlight=False)
         for each in rates:
             apart = bool(each) or under_torchrun()
-            trials.append(Trial(replace(problem, apart=apart or slow is not None), size, chosen, each, slow))
+            trials.append(Trial(replace(problem, apart=apart or slow is not None), size, chosen, each, slow, quick))
     pace = Pace(rounds or own.rounds, steps or own.steps, ranks_per_host)
-    settings = {"emulate": emulate, "ranks": sizes, "ranks_per_host": ranks_per_host, "rates": rates, **vars(pace)}
+    settings = {
+        "emulate": emulate,
+        "quick": quick,
+        "ranks": sizes,
+        "ranks_per_host": ranks_per_host,
+        "rates": rates,
+        **vars(pace),
+    }
     result = run_bench(Result(what, settings), trials, pace, out, console)
     if is_first():
         show(result, console)

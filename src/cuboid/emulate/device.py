@@ -70,6 +70,7 @@ class Emulated(TorchDispatchMode):
         self._used, self._held = 0, list[weakref.ref[torch.UntypedStorage]]()  # no less than is alive, and all that is
         self._wait, self._niceness = dist.Work.wait, os.getpriority(os.PRIO_PROCESS, 0)
         self._rehearsing = False
+        self.record: list[tuple[float, float]] | None = None  # when each operation was launched, and its seconds
         self.reset()
 
     def reset(self) -> None:
@@ -119,6 +120,8 @@ class Emulated(TorchDispatchMode):
         self.host += device.host
         self.free = max(self.free, self.host) + seconds
         self.busy += seconds
+        if self.record is not None:
+            self.record.append((time.perf_counter(), seconds))
 
     def _sleep_until(self, moment: float) -> None:
         left = moment - time.perf_counter()
@@ -177,6 +180,8 @@ class Emulated(TorchDispatchMode):
         return handle(func, args, kwargs or {})
 
     def _handler(self, func: Any) -> Callable[..., Any]:
+        if func._schema.name == "_c10d_functional::_wrap_tensor_autograd":
+            return lambda func, args, kwargs: func(*args, **kwargs)  # it sends nothing
         if func.namespace in ("c10d", "_c10d_functional"):
             if func._schema.name.endswith("::wait_tensor"):
                 return lambda func, args, kwargs: self._await(lambda: func(*args, **kwargs), done=False)

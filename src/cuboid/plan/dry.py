@@ -2,17 +2,14 @@
 
 Collectives send nothing and tensors have shapes alone, so a rank of thousands runs on any machine. The rank calls what
 it would call on gloo or on NCCL, and as there a message's memory is held until it is awaited: what a step allocates, to
-the byte, whatever else the machine is doing. It runs in a process of its own, which may belong to no other world.
+the byte, whatever else the machine is doing.
 """
 
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cuboid.comm.transport.fake import join_silent_world
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, CuboidParallel
@@ -20,7 +17,8 @@ from cuboid.model.transformer import Transformer
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.measure import Memory, count_flops
 from cuboid.plan.search import Plan
-from cuboid.run.launch import RankError
+from cuboid.run.launch import World
+from cuboid.run.silent import silently
 from cuboid.step.runner import At
 
 MOST_RANKS = 4096  # of whom the groups take seconds to make
@@ -59,23 +57,12 @@ def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: 
     if not 0 <= rank < cuboid.ranks:
         raise ValueError(f"rank {rank} is not one of the {cuboid.ranks} ranks of {cuboid}")
     work.config.check(cuboid, work.batch, work.seq)
-    fork = get_context("fork")
-    ours, theirs = fork.Pipe(duplex=False)
-    child = fork.Process(target=_play, args=(work, cuboid, choice, rank, backend, theirs))
-    child.start()
-    theirs.close()  # so that a child that dies ends the wait
-    try:
-        found: Counted = ours.recv()
-    except EOFError:
-        raise RankError(f"the dry run of rank {rank} of {cuboid} ended without an answer") from None
-    finally:
-        child.join()
+    found: Counted = silently(_count, rank, cuboid.ranks, work, cuboid, choice, backend=backend)
     return found
 
 
-def _play(work: Work, cuboid: Cuboid, choice: Choice, rank: int, backend: str, answer: Connection) -> None:
-    join_silent_world(rank, cuboid.ranks, backend)
-    mesh = Mesh(cuboid, rank)
+def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
+    mesh = Mesh(cuboid, world.rank)
     with FakeTensorMode():
         parallel = CuboidParallel(work.config, mesh, choice.policy, COMPUTE[work.precision], choice.schedule)
         model = Transformer(parallel, recompute=choice.recompute)
@@ -94,7 +81,7 @@ def _play(work: Work, cuboid: Cuboid, choice: Choice, rank: int, backend: str, a
             model(ids, ids, place).backward()
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     total = flops.get_total_flops()
-    answer.send(Counted(mesh.ledger.counts(), total, parameters, saved, memory.peak + 2 * parameters))
+    return Counted(mesh.ledger.counts(), total, parameters, saved, memory.peak + 2 * parameters)
 
 
 def compare(counted: Counted, plan: Plan, work: Work) -> list[Comparison]:

@@ -14,9 +14,9 @@ from cuboid.comm.flight import Pause, Steps, run
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
 from cuboid.model.transformer import Recompute
-from cuboid.plan.shared import SharedTape
+from cuboid.plan.shared import tape_of
 from cuboid.plan.sizes import Sizes, added
-from cuboid.plan.tape import Message, Tape
+from cuboid.plan.tape import Message
 from cuboid.plan.time import Array, Prices
 from cuboid.step.schedule import PREFETCH, Schedule
 
@@ -76,7 +76,7 @@ class TimedLayer:
         self.hw, self.c, self.sizes, self.precision = prices.hw, work.config, sizes, work.precision
         self.e = ITEMSIZE[work.precision]
         self.wide, self.choice = max(self.e, 4), choice
-        self.tape = (SharedTape if prices.hw.cores else Tape)(prices, overlap)
+        self.tape = tape_of(prices, overlap)
         self.retain = choice.policy.activations == "retain"
         self.b, self.m = sizes.b, sizes.m
         self.saving = True

@@ -46,7 +46,7 @@ class SharedTape(Tape):
         self._owed = self._owed.copy()
         self._owed[self._rows[axis]] += self.hw.slowdown * times * fare.seconds
         summing = None if fare.summing is None else times * fare.summing
-        flight = Owing(axis, np.where(fare.used, lands, self.now), summing, self._owed * fare.used)
+        flight = Owing(axis, np.where(fare.used, lands + fare.lag, self.now), summing, self._owed * fare.used)
         if not self.overlap:
             self._land(flight)
         return flight
@@ -60,3 +60,8 @@ class SharedTape(Tape):
             self._exposed[axis] += owed[row]
         self._exposed[flight.axis] += late - owed.sum(0)
         self.now += late
+
+
+def tape_of(prices: Prices, overlap: bool) -> Tape:
+    """The clock of the machine that the prices are of."""
+    return (SharedTape if prices.hw.cores else Tape)(prices, overlap)

@@ -112,7 +112,7 @@ class Tape:
             np.copyto(near, lands, where=fare.used & ~wide)
             np.copyto(far, lands, where=fare.used & wide)
         summing = None if fare.summing is None else times * fare.summing
-        flight = Message(axis, np.where(fare.used, lands, self.now), summing)
+        flight = Message(axis, np.where(fare.used, lands + fare.lag, self.now), summing)
         if not self.overlap:
             self._land(flight)
         return flight

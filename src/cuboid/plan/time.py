@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.plan.hardware import Hardware
+from cuboid.plan.hardware import Hardware, Link
 
 #: A figure of each candidate: bytes, calls and FLOPs are whole numbers, seconds are not.
 Array = NDArray[Any]
@@ -31,6 +31,11 @@ class Group(NamedTuple):
     inside: Array
 
 
+ROOTED = ("broadcast", "reduce")
+#: Whose links a collective has that is not measured by itself.
+LIKE = {"broadcast": "all_gather", "reduce": "all_reduce", "all_to_all": "reduce_scatter"}
+
+
 def product_seconds(hw: Hardware, precision: str, m: Array, n: Array, k: Array, itemsize: int) -> Array:
     rows, columns = (np.ceil(size / side) * side for size, side in zip((m, n), hw.tile, strict=True))
     if hw.units:  # the last round of tiles leaves some units idle
@@ -41,10 +46,15 @@ def product_seconds(hw: Hardware, precision: str, m: Array, n: Array, k: Array, 
     return (np.maximum(computing, traffic) + hw.launch) * (n > 0)
 
 
+def _links(hw: Hardware, kind: str) -> tuple[Link, Link]:
+    measured = LIKE.get(kind, kind)
+    return hw.link("inside", measured), hw.link("across", measured)
+
+
 def collective_seconds(hw: Hardware, kind: str, group: Group, whole: Array, direct: bool) -> Array:
     """Of `whole` bytes after gathering or before scattering. Nothing is launched over one rank, nor for no bytes."""
     p, inside = group
-    near, far = hw.link("inside", kind), hw.link("across", kind)
+    near, far = _links(hw, kind)
     crosses = inside < p
     nodes = np.ceil(p / inside)
     times = 2 if kind == "all_reduce" else 1
@@ -65,6 +75,34 @@ def collective_seconds(hw: Hardware, kind: str, group: Group, whole: Array, dire
     return np.where((p > 1) & (whole > 0), latency + moving, 0.0)
 
 
+def rooted_seconds(hw: Hardware, kind: str, group: Group, whole: Array, by_host: bool) -> tuple[Array, Array]:
+    """For how long a broadcast or a reduce of a block of `whole` bytes holds the wire, and after how long it lands.
+
+    Roots take turns, so that over time every link carries the mean; but a block lands only when its own root's link
+    has carried everything. As gloo does it a broadcast is a tree, in which all ranks of a node send in each round, and
+    a reduce a ring of parts, then gathered. `by_host` a block enters, or leaves, each node of its group once.
+    """
+    p, inside = group
+    near, far = _links(hw, kind)
+    nodes, crosses = np.ceil(p / inside), inside < p
+    groups = hw.node / inside  # that share a node's cards
+
+    def seconds(staying: Array, leaving: Array) -> Array:
+        return whole * (staying / near.bandwidth + np.where(crosses, leaving / far.bandwidth, 0.0))
+
+    leaving = (p - inside) / p  # of the sends of a tree, or of a rank's parts
+    once = [seconds((inside - 1) / inside, groups * (nodes - 1) / nodes), seconds(inside - 1, groups * (nodes - 1))]
+    own = [seconds((inside - 1) / p, hw.node * leaving), seconds(np.log2(inside), hw.node * np.log2(nodes))]
+    if kind == "reduce":  # of two ranks one sends
+        ring = collective_seconds(hw, kind, group, whole, direct=False)
+        parts = [seconds((inside - 1) / p**2, hw.node * leaving / p), seconds((inside - 1) / p, groups * leaving)]
+        own = [np.where(p == 2, one, ring + each) for one, each in zip(own, parts, strict=True)]
+    latency = np.where(crosses, far.base, near.base) + near.hop * np.log2(inside) + far.hop * np.log2(nodes)
+    used, apart = (p > 1) & (whole > 0), by_host & (inside > 1) & crosses
+    held, landed = (np.where(used, np.where(apart, a, b), 0.0) for a, b in zip(once, own, strict=True))
+    return held, landed + latency * used
+
+
 def wire_seconds(hw: Hardware, kind: str, group: Group, whole: Array, direct: bool) -> Array:
     """Of what leaves a host, all its ranks' together."""
     p, inside = group
@@ -76,22 +114,26 @@ def wire_seconds(hw: Hardware, kind: str, group: Group, whole: Array, direct: bo
 
 
 class Fare(NamedTuple):
-    """Of a collective: seconds, bytes a rank sends, whether any are sent at all, the seconds that a direct
-    reduce-scatter still adds up once everything has arrived, and those on the wire where cores are shared."""
+    """Of a collective: seconds that it holds the wire, bytes a rank sends, whether any are sent at all, the seconds
+    that a direct reduce-scatter still adds up once everything has arrived, those on the wire where cores are shared,
+    and those until it lands once the wire is free for others."""
 
     seconds: Array
     sent: Array
     used: Array
     summing: Array | None
     wire: Array | None = None
+    lag: Array | float = 0.0
 
 
 class Prices:
     """Seconds on one machine for one list of candidates. A step asks for the same few again and again, in every layer
     and under every choice, so each is worked out once."""
 
-    def __init__(self, hw: Hardware, precision: str, itemsize: int, groups: dict[str, Group]) -> None:
-        self.hw, self.precision, self.itemsize, self.groups = hw, precision, itemsize, groups
+    def __init__(
+        self, hw: Hardware, precision: str, itemsize: int, groups: dict[str, Group], by_host: bool = True
+    ) -> None:
+        self.hw, self.precision, self.itemsize, self.groups, self.by_host = hw, precision, itemsize, groups, by_host
         self._known: dict[Hashable, Any] = {}
 
     def product(self, m: Array, n: Array, k: Array) -> Array:
@@ -104,15 +146,18 @@ class Prices:
         """Of `whole` elements. Reduce-scatters are direct wherever a transport makes them of an all-to-all."""
 
         def price() -> Fare:
-            group, size = self.groups[axis], whole * itemsize
-            direct = kind == "reduce_scatter" and (self.hw.direct or itemsize < 4)
+            group, size, rooted = self.groups[axis], whole * itemsize, kind in ROOTED
+            scatters = kind == "reduce_scatter" and (self.hw.direct or itemsize < 4)
+            direct = scatters or rooted or kind == "all_to_all"
             used = (group.size > 1) & (whole > 0)
             sent = (2 if kind == "all_reduce" else 1) * size * (group.size - 1) // group.size * used
-            summing = 3 * (group.size - 1) / group.size * whole * max(itemsize, 4) / self.hw.stream if direct else None
-            if not self.hw.cores:
-                return Fare(collective_seconds(self.hw, kind, group, size, direct), sent, used, summing)
-            processor = collective_seconds(self.hw, kind, group, size, direct)
-            return Fare(processor, sent, used, summing, wire_seconds(self.hw, kind, group, size, direct))
+            summing = 3 * (group.size - 1) / group.size * whole * max(itemsize, 4) / self.hw.stream
+            wire = wire_seconds(self.hw, kind, group, size, direct) if self.hw.cores else None
+            if rooted:
+                held, landed = rooted_seconds(self.hw, kind, group, size, self.by_host)
+                return Fare(held, sent, used, None, wire, landed - held)
+            seconds = collective_seconds(self.hw, kind, group, size, direct)
+            return Fare(seconds, sent, used, summing if scatters else None, wire)
 
         return self._once(price, axis, kind, itemsize, whole.tobytes())
 

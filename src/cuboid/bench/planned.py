@@ -1,0 +1,83 @@
+"""How long a step takes by the planner's figures, whatever the layout: what `cuboid plan` says of a cuboid, and of the
+others what a rank does, played on the same clock.
+
+The rank runs by itself, on an emulated device on which nobody sleeps, in a world in which nothing is sent. Its
+operations, launches and waits are noted in their order and played on a `Tape`, each for as long as the planner's
+formulas say.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from cuboid.bench.contestant import Contestant
+from cuboid.bench.problem import Problem
+from cuboid.bench.turn import take_step
+from cuboid.comm.ledger import Span
+from cuboid.emulate.device import UNLIMITED, Device, Emulated
+from cuboid.plan.hardware import Hardware
+from cuboid.plan.layer import Choice, Work
+from cuboid.plan.search import predict
+from cuboid.plan.shared import tape_of
+from cuboid.plan.sizes import groups
+from cuboid.plan.tape import Message
+from cuboid.plan.time import Prices
+from cuboid.run.launch import World
+from cuboid.run.silent import silently
+
+ITEM = 4  # bytes of an element: steps are in fp32
+NATIVE_AXES = {"fsdp": "x", "tp": "y"}  # their places in the contestant's shape
+
+
+def planned_seconds(hw: Hardware, contestant: Contestant, problem: Problem) -> float:
+    """Of a step, links and devices being those of `hw`."""
+    if contestant.cuboidal:
+        choice = Choice(policy=problem.policy, schedule=contestant.schedule(problem))
+        work = Work(problem.config, problem.batch, problem.seq, "fp32")
+        return predict(hw, work, contestant.shape, choice, overlap=contestant.overlap).seconds
+    return played_seconds(hw, contestant, problem)
+
+
+def played_seconds(hw: Hardware, contestant: Contestant, problem: Problem) -> float:
+    """Of a step of the first rank, as its code runs."""
+    ranks = contestant.shape.ranks
+    return float(silently(_play, 0, ranks, hw, contestant, problem, per_host=min(hw.node, ranks)))
+
+
+def _play(world: World, hw: Hardware, contestant: Contestant, problem: Problem) -> float:
+    runner = contestant.runner(problem, world)
+    with Emulated(Device(replace(hw, memory=UNLIMITED))) as device, device.rehearsal(), runner.counted():
+        take_step(runner, problem, problem.seq)  # which makes the optimizer's state
+        device.record, runner.ledger.spans = [], []
+        take_step(runner, problem, problem.seq)
+    return _seconds(hw, contestant, device.record, runner.ledger.spans)
+
+
+def _seconds(hw: Hardware, contestant: Contestant, work: Sequence[tuple[float, float]], spans: Sequence[Span]) -> float:
+    """Of a device's operations, each with the moment of its launch, and of collectives, on the planner's clock."""
+    found = groups([contestant.shape], np.ones(1, dtype=np.int64), hw.node)
+    tape = tape_of(Prices(hw, "fp32", ITEM, found, contestant.by_host), overlap=True)
+    flights: dict[int, Message] = {}
+
+    def compute(seconds: float) -> None:
+        tape.compute("", np.array([seconds]))
+
+    def launch(span: Span) -> None:
+        axis = NATIVE_AXES.get(span.axis, span.axis)
+        p, kind = found[axis].size, span.kind
+        whole = span.bytes * p // (p - 1) // (2 if kind == "all_reduce" else 1) // ITEM
+        if contestant.native and kind == "reduce_scatter":  # gloo's own is an all-reduce inside
+            kind = "all_reduce"
+        flights[id(span)] = replace(tape.launch(axis, kind, whole), summing=None)  # it is among the operations
+
+    def wait(span: Span) -> None:
+        tape.wait(flights[id(span)])
+
+    events: list[tuple[float, Callable[[], None]]] = [(moment, partial(compute, seconds)) for moment, seconds in work]
+    events += [(span.launched, partial(launch, span)) for span in spans]
+    events += [(span.waited, partial(wait, span)) for span in spans if span.waited]
+    for _, happen in sorted(events, key=lambda event: event[0]):
+        happen()
+    return float(tape.now[0])

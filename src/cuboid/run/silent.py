@@ -1,0 +1,32 @@
+"""One rank of a world in which nothing is sent, in a process of its own, which may belong to no other world."""
+
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from cuboid.comm.transport.fake import join_silent_world
+from cuboid.run.launch import RankError, World
+
+
+def silently(fn: Callable[..., Any], rank: int, size: int, *args: Any, per_host: int = 0, backend: str = "gloo") -> Any:
+    """What `fn(world, *args)` returns, as a rank of so many, `per_host` on each host (0: all on one)."""
+    world = World(rank, size, torch.device("cpu"), per_host or size)
+    fork = get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+    child = fork.Process(target=_play, args=(fn, world, backend, theirs, args))
+    child.start()
+    theirs.close()  # so that a child that dies ends the wait
+    try:
+        return ours.recv()
+    except EOFError:
+        raise RankError(f"rank {rank} of {size}, by itself, ended without an answer") from None
+    finally:
+        child.join()
+
+
+def _play(fn: Callable[..., Any], world: World, backend: str, answer: Connection, args: tuple[Any, ...]) -> None:
+    join_silent_world(world.rank, world.size, backend)
+    answer.send(fn(world, *args))
