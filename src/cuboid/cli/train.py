@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cuboid.cli.say import warn
 from cuboid.emulate.slow_motion import SlowMotion, parse
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.cluster import can_make_hosts
@@ -146,10 +147,6 @@ def unnamed_folder() -> Path | None:
             "ranks that torchrun starts again would not find their run; set logging.folder, or its --rdzv-id"
         )
     return None
-
-
-def warn(text: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
 
 
 def listed(files: list[tuple[str, Path]]) -> str:

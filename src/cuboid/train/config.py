@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from cuboid.data import MAX_BAD
 from cuboid.mesh.cuboid import AXES, Cuboid
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.presets import PRESETS
@@ -85,6 +86,9 @@ class DataSection:
     tokenizer: str = key("", "tokenizer.json of the tokenizers library; empty: bytes", path=True)
     val_fraction: float = key(0.05, "share of the tokens held out for validation", at_least=0, below=1)
     max_bytes: int = key(1_500_000, "most of the built-in text, Python's own library, to take", at_least=1)
+    max_bad: float = key(
+        MAX_BAD, "share of a text file's bytes that may be zero or not UTF-8; more is rejected", at_least=0, at_most=1
+    )
     seq: int = key(128, "tokens in a sequence", at_least=1)
     batch: int = key(16, "sequences in a step, over all ranks", at_least=1)
     micro_batches: int = key(1, "parts a step's batch is computed in, one after the other", at_least=1)

@@ -1,5 +1,6 @@
 """The training loop of one rank."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -75,13 +76,18 @@ def on_one_device(config: TrainConfig, model: ModelConfig, world: World) -> Para
     return Serial(model, COMPUTE[config.precision.dtype], world.device)
 
 
-def corpus_of(config: TrainConfig) -> data.Corpus:
+def corpus_of(config: TrainConfig, tell: Callable[[str], object] = lambda _: None) -> data.Corpus:
+    """What the run reads; tells of faults in its text files."""
     d = config.data
     tokenizer = Path(d.tokenizer) if d.tokenizer else None
     if not d.paths:
         files = data.python_stdlib(d.max_bytes)
         return data.tokenise(files, data.load_tokenizer(tokenizer), d.val_fraction, data.code)
-    return data.load([Path(path) for path in d.paths], tokenizer, d.val_fraction)
+    return data.load([Path(path) for path in d.paths], tokenizer, d.val_fraction, d.max_bad, tell)
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class Trainer:
@@ -94,7 +100,8 @@ class Trainer:
         layout: Callable[[TrainConfig, ModelConfig, World], Parallel] = on_cuboid,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.config, self.corpus = config, corpus_of(config)
+        self.config = config
+        self.corpus = corpus_of(config, warn if world.rank == 0 else lambda _: None)
         parallel, d = layout(config, config.model_config(self.corpus.vocab), world), config.data
         self.place = parallel.place(d.batch // d.micro_batches, d.seq)
         self.origin = Origin.find(Path(config.model.pretrained)) if config.model.pretrained else None
