@@ -49,7 +49,7 @@ def eval_(
     origin, shape = Origin.find(model), Cuboid.parse(cuboid)
     if dtype not in COMPUTE:
         raise ValueError(f"--dtype {dtype} is not one of {', '.join(COMPUTE)}")
-    seq = seq or min(1024, origin.config.longest or origin.config.context)
+    seq = seq or min(1024, origin.config.longest)
     origin.config.check(shape, batch, seq)
     tokens = tokens_of(origin, text, max_bad) if text else held_out(origin)
     found = launch(eval_on_rank, shape.ranks, [origin, tokens, seq, batch, dtype, shape, as_json])[0]
