@@ -41,6 +41,10 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     (lambda: RopeScaling(kind="yarn"), ["kind='yarn'", "llama3, linear"]),
     (lambda: GPT2.replace(qk_norm=True).check_plain("1-D parallel"), ["qk_norm=True", "1-D parallel", "cuboid"]),
     (lambda: GPT2.check(Cuboid(), 1, 17), ["seq=17", "context=16", "raise context or shorten seq"]),
+    (
+        lambda: ModelConfig("llama", hidden=24, heads=4, context=16).check(Cuboid(), 1, 17),
+        ["seq=17", "context=16", "raise context or shorten seq"],
+    ),
     (lambda: Cuboid(2, 0, 1), ["y=0", "at least 1"]),
     (lambda: Cuboid(2, 1, True), ["z=True", "whole number"]),
     (lambda: Cuboid(order=("x", "y", "z", "z")), ["'x,y,z,z'", "data, x, y, z", "once"]),

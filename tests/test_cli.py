@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from commands import started
 from tiny import Cuboid, Said, on, sets, settings, write_text
 
 from cuboid.cli import train as command
+from cuboid.cli.train import started_as
 from cuboid.run.launch import World
 from cuboid.train.kills import last_step
 
@@ -37,6 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
     run = folder / "a run [b]" / "with spaces"
     text = write_text(folder)
     changes = [*on("2,1,1"), "schedule.steps=4", "checkpoint.every=2", "logging.tensorboard=true"]
+    changes += ["logging.sample_prompt=ab cd"]
     words = [CUBOID, "train", *sets(settings(text, *changes, f"logging.folder={run.relative_to(folder)}"))]
     done = subprocess.run(
         words, cwd=folder, env={**os.environ, "NO_COLOR": "1"}, capture_output=True, text=True, timeout=600
@@ -51,6 +54,7 @@ def test_train_cli_writes_run_folder_and_summary(finished: tuple[Path, Said]) ->
     assert "\x1b" not in said.out
     for words in ("step  4/4  loss", "a sample", "Validation loss", shlex.quote(str(run))):
         assert words in said.out
+    assert said.out.endswith(f"More text: cuboid sample {shlex.quote(str(run))} --prompt 'ab cd'\n")
     for what in ("run     ", "  checkpoint "):
         assert f"\n{what}{run}" in said.out
     assert {path.name for path in run.iterdir()} == {
@@ -62,7 +66,12 @@ def test_train_cli_writes_run_folder_and_summary(finished: tuple[Path, Said]) ->
     }
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
     assert steps_of(run) == [1, 2, 3, 4]
-    assert "val_loss" in json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "val_loss" in rows[-1]
+    assert [row["tokens"] for row in rows] == [128, 256, 384, 512]  # 8 × 16 a step
+    times = [row["wall_time"] for row in rows]
+    assert times == sorted(times)
+    assert run.stat().st_ctime - 600 < times[0] <= times[-1] <= time.time()
 
 
 def test_train_cli_resumes_moved_run_in_place(finished: tuple[Path, Said], cuboid: Cuboid, tmp_path: Path) -> None:
@@ -125,7 +134,10 @@ def test_train_cli_rejected_resume_changes_no_file(finished: tuple[Path, Said], 
         assert found.out == ""
     fresh = cuboid("train", *sets(settings(write_text(tmp_path), *on("1,1,1"), f"logging.folder={run}")))
     assert fresh.code == 2
-    assert "is not empty; resume the run in it or choose another folder" in fresh.err
+    assert "is not empty; resume the run in it or choose another folder. The run in it has data.paths = " in fresh.err
+    assert "schedule.steps = 4 (here 12)" in fresh.err
+    both = cuboid("train", *sets(settings(tmp_path / "nowhere", *on("1,1,1"), f"logging.folder={run}")))
+    assert "nowhere does not exist" in both.err  # the configuration comes first
     other = tmp_path / "another run"
     other.mkdir()
     (other / "config.toml").write_text("seed = 7")
@@ -151,6 +163,22 @@ def test_sample_cli_rejects_bad_options(
     found = cuboid("sample", finished[0], *words)
     assert found.code == 2
     assert said in found.err
+
+
+@pytest.mark.parametrize(
+    ("hosts", "line"),
+    [
+        ("1", "torchrun --standalone --nproc-per-node 4 -m cuboid train --resume 'a run'"),
+        ("2", "torchrun --nnodes 2 --nproc-per-node 4 … -m cuboid train --resume 'a run'"),
+    ],
+)
+def test_train_cli_advice_under_torchrun_is_torchrun(hosts: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started_as("train", "--resume", "a run") == "cuboid train --resume 'a run'"
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
+    assert started_as("train", "--resume", "a run") == line
 
 
 def break_one(world: World, *_: object) -> None:

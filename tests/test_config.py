@@ -76,6 +76,8 @@ def test_config_override_splits_lists_and_makes_paths_absolute(tmp_path: Path, m
     [
         ("model.hiden=4", ("model.hiden = 4", "no such key", "did you mean model.hidden?")),
         ("hidden=4", ("hidden = 4", "did you mean model.hidden?")),
+        ("optimizer.learning_rate=1", ("optimizer.learning_rate", "did you mean optimizer.lr?")),
+        ("training.batch_size=1", ("training.batch_size", "did you mean data.batch?")),
         ("optimiser.lr=1", ("optimiser.lr", "did you mean optimizer.lr?")),
         ("seed", ("--set seed", "key=value")),
         ("cuboid=2,2,2", ("cuboid = 2,2,2", "section", "cuboid.x")),
@@ -97,6 +99,7 @@ def test_config_override_splits_lists_and_makes_paths_absolute(tmp_path: Path, m
         ("watch.timeout=0.5", ("watch.timeout = 0.5", "use 1 or more, or 0")),
         ("model.heads=2", ("heads=2", "y·z=4", "use heads 4")),
         ("model.context=64", ("seq=128", "context=64")),
+        ("model.context=32", ("seq=128", "context=32", "raise context or shorten seq")),  # rotary positions too
         ("cuboid.order=x,y,z", ("x,y,z", "data")),
         ("data.paths=/no/such.txt", ("data.paths", "/no/such.txt", "does not exist")),
     ],

@@ -176,6 +176,9 @@ def test_convert_cli_rejects_bad_input(folder: Path, text: Path, tmp_path: Path)
     assert "--dtype int8" in refused("export", tmp_path / "run", tmp_path / "x", "--dtype", "int8")
     assert "y·z=5" in refused("import", folder, tmp_path / "x", "--cuboid", "1,5,1")
     assert "is no folder" in refused("eval", tmp_path / "nowhere", text)
+    hub = "run hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B and give that"
+    assert hub in refused("train", "--set", "model.pretrained=meta-llama/Llama-3.2-1B")
+    assert "hf download" not in refused("train", "--set", f"model.pretrained={tmp_path / 'a' / 'b'}")
     assert "has no complete checkpoint" in refused("export", tmp_path, tmp_path / "x")
     both = ["--set", f"model.pretrained={folder}", "--set", "model.preset=gpt2-124m"]
     assert "both say what the model is" in refused("train", *both)

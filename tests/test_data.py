@@ -120,6 +120,23 @@ def test_data_cli_build_reports_counts(tmp_path: Path, bpe: Path) -> None:
     assert isinstance(run("build", source, "--out", out).exception, ValueError)
 
 
+def test_data_cli_build_reports_bad_bytes_and_rejects_above_limit(tmp_path: Path) -> None:
+    bad, out = tmp_path / "bad.txt", tmp_path / "out"
+    bad.write_bytes(b"good text\n" * 10_000 + b"\0\xff" * 40)  # beyond the beginning
+    done = run("build", bad, "--out", out)
+    assert done.exit_code == 0
+    assert f"warning: {bad}: 40 zero bytes and 40 undecodable sequences in 100,080 bytes" in done.stderr
+    refused = run("build", bad, "--out", tmp_path / "none", "--max-bad", 0.0005)
+    assert "At most 0.050% of a file's bytes may be" in str(refused.exception)
+    assert not (tmp_path / "none").exists()
+
+
+def test_data_load_rejects_part_of_built_tokens(tmp_path: Path) -> None:
+    build(text_files([write(tmp_path / "text", a="abc" * 100)]), tmp_path / "out", BYTES)
+    with pytest.raises(ValueError, match=r"train\.bin is one part of built tokens; give its folder, .*out$"):
+        load([tmp_path / "out" / "train.bin"])
+
+
 def test_data_cli_build_defaults_to_stdlib_with_progress_bar(tmp_path: Path) -> None:
     done = run("build", "--out", tmp_path / "out", terminal=True)
     assert done.exit_code == 0, done.output

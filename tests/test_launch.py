@@ -133,3 +133,18 @@ def test_train_cli_torchrun_matches_forked_ranks(tmp_path: Path, pool: Pools) ->
     assert done.stdout.count("4 steps in") == 1  # one rank speaks
     found = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert found == losses(pool(2).run(curve, tiny(text, *changes), 4)[0])
+
+
+@pytest.mark.slow
+def test_train_cli_torchrun_reports_rejection_once(tmp_path: Path) -> None:
+    """Found by the ranks, after they have met."""
+    text = tmp_path / "short.txt"
+    text.write_text("too little")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    sets = [word for change in settings(text, *on("1,2,1")) for word in ("--set", change)]
+    done = subprocess.run(
+        [*torchrun, "-m", "cuboid", "train", *sets], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("a sample of seq=16 needs 17") == 1, done.stderr
+    assert f"{Path('cuboid', 'train', 'loop.py')}" not in done.stderr  # no traceback of ours

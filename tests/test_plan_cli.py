@@ -1,7 +1,7 @@
 """`cuboid plan`, `cuboid calibrate` and `cuboid train --cuboid auto` as a person uses them."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from cuboid.plan.search import Ranking, rank
 from cuboid.run.launch import World
 from cuboid.train import auto
 from cuboid.train.auto import for_ranks, planned
-from cuboid.train.config import load
+from cuboid.train.config import load, resolved_toml
 
 SMALL = ["--layers", "2", "--hidden", "64", "--heads", "8", "--vocab", "100", "--batch", "16", "--seq", "64"]
 ON_CPU = [*SMALL, "--devices", "8", "--hardware", "cpu", "--precision", "fp32"]
@@ -79,6 +79,19 @@ def test_plan_cli_json_lists_every_cuboid_and_dry_run() -> None:
     assert set(first["memory"]) == {"parameters", "gradients", "optimizer", "activations", "buffers"}
     assert set(found["corners"]) == {"FSDP", "TP+SP", "FSDP×TP", "cube"}
     assert all(each["ok"] for each in found["dry_run"] if each["exact"])
+
+
+def test_plan_cli_takes_toml_or_run_with_its_sizes(tmp_path: Path) -> None:
+    changes = ["precision.dtype=bf16", "data.micro_batches=2", "cuboid.x=1", "cuboid.y=2", "cuboid.z=2"]
+    config = load(None, settings(write_text(tmp_path), *changes))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(resolved_toml(config))
+    for source in (tmp_path / "run", tmp_path / "run" / "config.toml"):
+        found = json.loads(run("plan", source, "--hardware", "cpu", "--json"))
+        assert (found["batch"], found["seq"], found["precision"], found["devices"]) == (8, 16, "bf16", 4)
+        assert found["model"] == asdict(config.model_config(256))
+    found = json.loads(run("plan", source, "--hardware", "cpu", "--json", "--batch", 16, "--seq", 32, "--devices", 2))
+    assert (found["batch"], found["seq"], found["precision"], found["devices"]) == (16, 32, "bf16", 2)
 
 
 def test_plan_cli_explains_one_cuboid_and_plots(tmp_path: Path) -> None:

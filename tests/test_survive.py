@@ -22,7 +22,7 @@ from cuboid.run.restart import keep_running
 from cuboid.run.stop import PREEMPTED, Stop
 from cuboid.train import auto, checkpoint
 from cuboid.train.auto import for_ranks
-from cuboid.train.config import resolved_toml, same_run
+from cuboid.train.config import differences, resolved_toml
 from cuboid.train.kills import last_step, ranks_of, survive
 from cuboid.train.run import RunFolder
 
@@ -118,14 +118,15 @@ def rank_1(agent: "subprocess.Popen[str]") -> int:
 # The same command again
 
 
-def test_same_run_compares_only_settings_that_affect_result(text: Path) -> None:
+def test_differences_compares_only_settings_that_affect_result(text: Path) -> None:
     config = tiny(text, *on("2,1,1"))
     written = resolved_toml(config)
     for change in (*on("1,2,1"), "memory.checkpoint=full", "logging.every=3", "logging.folder=elsewhere"):
-        assert same_run(tiny(text, change), written), change
+        assert differences(tiny(text, change), written) == [], change
     for change in ("seed=1", "model.hidden=64", "data.batch=16", "optimizer.lr=1", "schedule.steps=13"):
-        assert not same_run(tiny(text, change), written), change
-    assert not same_run(config, written[: len(written) // 2] + "torn")
+        (found,) = differences(tiny(text, change), written)
+        assert found.startswith(f"{change.partition('=')[0]} = ")
+    assert "cannot be read" in differences(config, written[: len(written) // 2] + "torn")[0]
 
 
 def test_run_folder_lock_allows_one_writer(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_for_ranks_plans_cuboid_if_none_is_listed(ranks: int, text: Path) -> Non
     found.check()
     assert found.cuboid_shape().ranks == ranks
     assert why.startswith(f"there are {ranks} ranks, not the 8 of (2,2,2): ({found.cuboid.x},")
-    assert same_run(found, resolved_toml(config))
+    assert not differences(found, resolved_toml(config))
 
 
 def nothing_fits(config: object, ranks: int, machine: str) -> None:

@@ -8,6 +8,7 @@ from texts import write
 from cuboid.data import (
     ByteTokenizer,
     build,
+    faults,
     python_stdlib,
     text_files,
     tokenise,
@@ -56,7 +57,7 @@ def test_text_files_rejects_bad_sources(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="all are empty"):
         text_files([tmp_path])
     (tmp_path / "b.txt").write_text("wide", "utf-16")
-    with pytest.raises(ValueError, match=r"b\.txt is not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"not UTF-8 text: .*b\.txt: 4 zero bytes and 2 undecodable"):
         text_files([tmp_path])
 
 
@@ -107,3 +108,37 @@ def test_split_allows_no_validation_rejects_bad_fraction(tmp_path: Path) -> None
     for fraction in (-0.1, 1.0):
         with pytest.raises(ValueError, match=f"val_fraction={fraction}"):
             split(files, fraction)
+
+
+# What is not text
+
+
+def faulty(folder: Path, zeros: int, undecodable: int, size: int = 100_000) -> Path:
+    """Beyond the beginning, and across the border of two blocks; the file's own U+FFFD is none."""
+    good = "a\N{REPLACEMENT CHARACTER}é ".encode() * 2000
+    path = folder / "faulty.txt"
+    path.write_bytes((good + b"\0" * zeros + b"\xff" * undecodable).ljust(size, b"b"))
+    return path
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
+def test_faults_are_counted_over_whole_file(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "_BLOCK", block)
+    path = faulty(tmp_path, 5, 3, 15_000)
+    assert faults.faults_of(path) == (path, 15_000, 5, 3)
+    path.write_bytes("cut \N{REPLACEMENT CHARACTER}".encode()[:-1])
+    assert faults.faults_of(path).undecodable == 1
+
+
+def test_text_files_reports_faults_below_limit_and_rejects_above(tmp_path: Path) -> None:
+    told: list[str] = []
+    path = faulty(tmp_path, 60, 40)
+    assert text_files([path], 0.001, told.append) == [path]
+    (said,) = told
+    assert said.startswith(f"{path}: 60 zero bytes and 40 undecodable sequences in 100,000 bytes")
+    faulty(tmp_path, 60, 41)
+    with pytest.raises(ValueError, match=r"not UTF-8 text: .*faulty\.txt: 60 zero bytes and 41 undecodable .*max_bad"):
+        text_files([path], 0.001)
+    assert text_files([path], 1.0) == [path]
+    with pytest.raises(ValueError, match="not UTF-8 text"):
+        text_files([write(tmp_path / "good", a="fine"), faulty(tmp_path, 0, 1)], 0.0)

@@ -262,7 +262,7 @@ def test_watch_survivors_name_dead_rank(text: Path, capfd: pytest.CaptureFixture
         each.join()
     assert [each.exitcode for each in ranks] == [1, -signal.SIGKILL, 1, 1]
     said = capfd.readouterr().err
-    assert said.count("error: step 3: rank 1 did not arrive and did not answer: stopped, dead or cut off") == 3, said
+    assert said.count("error: step 3: rank 1 did not arrive and did not answer: stopped, dead or cut off") == 1, said
     assert re.search(r"rank \d heard: .*[Cc]onnection", said)
 
 
@@ -335,3 +335,5 @@ def test_watch_names_stopped_or_failed_rank_under_torchrun(how: str, said: str, 
                     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     assert process.returncode == 1
     assert re.search(said, "".join(lines)), "".join(lines)
+    assert sum(line.startswith("error: ") for line in lines) == 1, "".join(lines)
+    assert "".join(lines).count("KeyError: 'the cause'") == 2 * (how == "fail")  # rank 0's line, and the summary

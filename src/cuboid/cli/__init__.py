@@ -19,7 +19,7 @@ from cuboid.cli.plan import plan
 from cuboid.cli.sample import sample
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
-from cuboid.run.launch import RankError, RunError, is_first
+from cuboid.run.launch import RankError, RunError, is_first_of_host
 
 app = typer.Typer(
     name="cuboid",
@@ -52,11 +52,11 @@ def main() -> None:
     try:
         app()
     except ValueError as error:
-        if is_first():  # under torchrun every rank finds the same fault; one says so
+        if is_first_of_host():  # under torchrun every rank finds the same fault; one says so
             say(error)
         sys.exit(2)
     except RunError as error:
-        if is_first():
+        if is_first_of_host():
             say(error)
         sys.exit(1)
     except RankError as error:

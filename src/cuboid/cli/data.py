@@ -7,8 +7,9 @@ import typer
 from rich.console import Console
 
 from cuboid.cli.bar import bar
+from cuboid.cli.say import warn
+from cuboid.data import MAX_BAD, load_tokenizer, python_stdlib, text_files, unigram_entropy
 from cuboid.data import build as build_corpus
-from cuboid.data import load_tokenizer, python_stdlib, text_files, unigram_entropy
 from cuboid.data.corpus import VAL_FRACTION
 
 app = typer.Typer(name="data", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -34,15 +35,20 @@ def build(
         typer.Option(help="A tokenizer.json of the tokenizers library. None: bytes, a vocabulary of 256."),
     ] = None,
     val_fraction: Annotated[float, typer.Option(help="Share of the text kept for validation.")] = VAL_FRACTION,
+    max_bad: Annotated[
+        float,
+        typer.Option(help="Share of a file's bytes that may be zero or not UTF-8; more is rejected.", min=0, max=1),
+    ] = MAX_BAD,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder built before.")] = False,
 ) -> None:
     """Turn text into token files that training maps into memory.
 
     Each file is a document; an end-of-text token follows it if the tokenizer has one. The order is fixed, so
-    the same text and tokenizer always give the same files.
+    the same text and tokenizer always give the same files. Zero bytes and bytes that are not UTF-8 are counted over
+    whole files first and reported per file.
     """
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    files = text_files(sources) if sources else python_stdlib()
+    files = text_files(sources, max_bad, warn) if sources else python_stdlib()
     size = sum(file.stat().st_size for file in files)
     with bar(console, f"tokenising {len(files):,} files, {size / 1e6:,.1f} MB", size) as advance:
         corpus = build_corpus(files, out, load_tokenizer(tokenizer), val_fraction, overwrite, advance)

@@ -1,6 +1,7 @@
 """`cuboid eval`: how well a model predicts a text."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -8,38 +9,49 @@ import typer
 
 from cuboid.cli.bar import bar
 from cuboid.cli.convert import CUBOID, talk
-from cuboid.data import Corpus, Tokens, open_corpus, text_files, tokenise
+from cuboid.cli.say import warn
+from cuboid.data import MAX_BAD, Corpus, Tokens, is_built, is_token_file, open_corpus, text_files, tokenise
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, CuboidParallel
 from cuboid.model.evaluate import Evaluation, evaluate
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import World, launch
+from cuboid.train import checkpoint
+from cuboid.train.config import load
+from cuboid.train.loop import corpus_of
 from cuboid.train.origin import Origin
 
 
 def eval_(
     model: Annotated[Path, typer.Argument(help="A Hugging Face folder, a run folder, or a checkpoint.")],
-    text: Annotated[list[Path], typer.Argument(help="Text files or folders, or what cuboid data build made.")],
+    text: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Text files or folders; what cuboid data build made, or one of its .bin files; or the TOML of a run, "
+            "for its validation part. Left out: the validation part of the run itself."
+        ),
+    ] = None,
     seq: Annotated[int, typer.Option(help="Tokens in a window; the model's longest, at most 1024, if 0.", min=0)] = 0,
     batch: Annotated[int, typer.Option(help="Windows at a time, over all ranks.", min=1)] = 8,
     dtype: Annotated[str, typer.Option(help=f"Of products and activations: {', '.join(COMPUTE)}.")] = "fp32",
     cuboid: CUBOID = "1,1,1",
+    max_bad: Annotated[
+        float, typer.Option(help="Share of a text file's bytes that may be zero or not UTF-8.", min=0, max=1)
+    ] = MAX_BAD,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print the perplexity of a model on text or token files.
+    """Print the perplexity of a model on text or token files, or on the validation part of a run.
 
-    The text is cut into windows that do not overlap; a token is predicted from those before it in its window. Of built
-    token files the validation part is taken, unless it is empty.
+    The text is cut into windows that do not overlap; a token is predicted from those before it in its window. Of a
+    folder of built tokens the validation part is taken, unless it is empty.
     """
     origin, shape = Origin.find(model), Cuboid.parse(cuboid)
     if dtype not in COMPUTE:
         raise ValueError(f"--dtype {dtype} is not one of {', '.join(COMPUTE)}")
-    seq = seq or min(1024, origin.config.longest or origin.config.context)
+    seq = seq or min(1024, origin.config.longest)
     origin.config.check(shape, batch, seq)
-    corpus = corpus_of(origin, text)
-    corpus.check(origin.config.vocab)
-    tokens = corpus.val if len(corpus.val) > 1 else corpus.train
+    tokens = tokens_of(origin, text, max_bad) if text else held_out(origin)
     found = launch(eval_on_rank, shape.ranks, [origin, tokens, seq, batch, dtype, shape, as_json])[0]
     if found is None:
         return
@@ -49,17 +61,50 @@ def eval_(
         typer.echo(f"perplexity {found.perplexity:.4f}, {found.nats:.4f} nats a token, {found.tokens:,} tokens")
 
 
-def corpus_of(origin: Origin, text: list[Path]) -> Corpus:
-    built = [path for path in text if (path / "train.json").is_file()]
-    if not built:
-        return tokenise(text_files(text), origin.tokenizer(), val_fraction=0.0)
+def tokens_of(origin: Origin, text: list[Path], max_bad: float) -> Tokens:
+    """Of what was named, which is all text or one source of another kind."""
+    others = [path for path in text if is_built(path) or is_token_file(path) or path.suffix == ".toml"]
+    if not others:
+        return readable(origin, tokenise(text_files(text, max_bad, warn), origin.tokenizer(), val_fraction=0.0)).train
+    (source,) = others[:1]
     if len(text) > 1:
-        raise ValueError(f"{built[0]} holds built tokens and cannot be joined with other sources; give it alone")
-    corpus = open_corpus(built[0])
+        raise ValueError(f"{source} holds more than text and cannot be joined with other sources; give it alone")
+    if source.suffix == ".toml":
+        return validation(readable(origin, corpus_of(load(source), warn), source), source)
+    corpus = readable(origin, open_corpus(source if source.is_dir() else source.parent), source)
+    if source.is_file():
+        return corpus.train if source.stem == "train" else corpus.val
+    return corpus.val if len(corpus.val) > 1 else corpus.train
+
+
+def held_out(origin: Origin) -> Tokens:
+    """The validation part of a run, if its text is still what it was."""
+    config = origin.run / "config.toml" if origin.run is not None else None
+    if config is None or not config.is_file():
+        raise ValueError(f"{origin.path} is no run with a configuration, and has no text of its own; name text files")
+    run, own = load(config, ["model.pretrained="]), origin.tokenizer_file
+    if run.data.tokenizer and own is not None:  # its copy is there wherever the folder is by now
+        run = replace(run, data=replace(run.data, tokenizer=str(own)))
+    corpus = corpus_of(run, warn)
+    _, state = checkpoint.inspect(checkpoint.newest(origin.path))
+    if state["data"]["digest"] != corpus.digest:
+        raise ValueError(f"the text that {config} names has changed since the run; name the text to evaluate")
+    return validation(readable(origin, corpus, config), config)
+
+
+def readable(origin: Origin, corpus: Corpus, source: Path | None = None) -> Corpus:
+    """The corpus, if it is of the model's own tokenizer."""
     own = origin.tokenizer_file
     if own is not None and origin.tokenizer().identity != corpus.tokenizer.identity:
-        raise ValueError(f"{built[0]} was built with another tokenizer than {own}; build it with that one")
+        raise ValueError(f"the tokens of {source} are another tokenizer's than {own}; build them with that one")
+    corpus.check(origin.config.vocab)
     return corpus
+
+
+def validation(corpus: Corpus, source: Path) -> Tokens:
+    if len(corpus.val) < 2:
+        raise ValueError(f"{source} keeps no text for validation (data.val_fraction); name the text to evaluate")
+    return corpus.val
 
 
 def eval_on_rank(

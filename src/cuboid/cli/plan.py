@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,22 +23,36 @@ from cuboid.plan.plot import draw
 from cuboid.plan.published import Line, published
 from cuboid.plan.search import Plan, Ranking, rank
 from cuboid.plan.source import model as load_model
+from cuboid.train.auto import vocab_of
+from cuboid.train.config import TrainConfig
+from cuboid.train.config import load as load_run
 from cuboid.train.progress import quantity
 
 
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="A preset (cuboid config --presets) or a config.json of Hugging Face. Left out: sizes."),
+        typer.Argument(
+            help="A preset (cuboid config --presets), a config.json of Hugging Face, or a TOML file or run folder of "
+            "cuboid train, with its batch, sequence and precision. Left out: sizes."
+        ),
     ] = "",
-    devices: Annotated[int, typer.Option(help="How many.", min=1, max=1 << 20)] = 8,
+    devices: Annotated[
+        int | None, typer.Option(help="How many; as a TOML's or run's cuboid has, else 8.", min=1, max=1 << 20)
+    ] = None,
     hardware: Annotated[
         str, typer.Option(help=f"One of {', '.join(machines.PRESETS)}, or a file of cuboid calibrate.")
     ] = "h100-ndr",
-    batch: Annotated[int, typer.Option(help="Sequences of a step, over all devices.", min=1)] = 64,
-    seq: Annotated[int, typer.Option(help="Tokens a sequence; 0: the model's context, at most 4096.", min=0)] = 0,
-    micro_batches: Annotated[int, typer.Option(help="Parts the batch is computed in.", min=1)] = 1,
-    precision: Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZE)}.")] = "bf16",
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of a step, over all devices; a TOML's or run's, else 64.", min=1)
+    ] = None,
+    seq: Annotated[
+        int, typer.Option(help="Tokens a sequence; 0: a TOML's or run's, else the context, at most 4096.", min=0)
+    ] = 0,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Parts the batch is computed in; a TOML's or run's, else 1.", min=1)
+    ] = None,
+    precision: Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZE)}; a TOML's or run's, else bf16.")] = "",
     family: Annotated[str, typer.Option(help=f"Without a model: one of {', '.join(FAMILIES)}.")] = "gpt2",
     layers: Annotated[int, typer.Option(help="Changes the model's, like the next ones.", min=0)] = 0,
     hidden: Annotated[int, typer.Option(min=0)] = 0,
@@ -76,7 +90,14 @@ def plan(
         if not all(each.ok for of_file in checks for each in of_file):
             raise typer.Exit(1)
         return
-    config = chosen_model(model, family, layers, hidden, heads, kv_heads, ffn, vocab, seq)
+    run = configured(model, seq)
+    if run is not None:
+        devices, batch = devices or run.cuboid_shape().ranks, batch or run.data.batch
+        seq, micro_batches = run.data.seq, micro_batches or run.data.micro_batches
+        precision = precision or run.precision.dtype
+    devices, batch, micro_batches, precision = devices or 8, batch or 64, micro_batches or 1, precision or "bf16"
+    base = run.model_config(vocab_of(run.data)) if run is not None else load_model(model) if model else None
+    config = chosen_model(base, family, layers, hidden, heads, kv_heads, ffn, vocab, seq)
     if batch % micro_batches:
         raise ValueError(f"--batch {batch} cannot be cut into --micro-batches {micro_batches}; use a divisor of it")
     length = seq or min(config.context, 4096)
@@ -105,16 +126,37 @@ def plan(
         raise typer.Exit(1)
 
 
+def configured(name: str, seq: int) -> TrainConfig | None:
+    """The run that a TOML file or a run folder describes, with sequences of `seq` tokens if that is given."""
+    path = Path(name)
+    if (path / "config.toml").is_file():
+        run = load_run(path / "config.toml", ["model.pretrained="])  # its sizes are its own by now
+    elif path.suffix == ".toml":
+        run = load_run(path)
+    else:
+        return None
+    return replace(run, data=replace(run.data, seq=seq or run.data.seq))
+
+
 def chosen_model(
-    name: str, family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int
+    base: ModelConfig | None,
+    family: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    seq: int,
 ) -> ModelConfig:
     given = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value}
-    if name:
-        config = load_model(name)
+    if base is not None:
         if {"hidden", "heads"} & changes.keys():  # what followed from them follows anew
             changes = {"head_dim": 0, "ffn": 0, "kv_heads": 0} | changes
-        return config.replace(**changes) if changes else config
+        if base.rotary:  # no weights depend on it
+            changes["context"] = max(base.context, seq)
+        return base.replace(**changes)
     missing = [key for key in ("layers", "hidden", "heads") if key not in changes]
     if missing:
         raise ValueError(f"give a model, or its --{', --'.join(missing)}; cuboid config --presets lists known models")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cuboid.cli.say import warn
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import CuboidParallel
@@ -29,6 +30,8 @@ def sample(
     origin.config.check(shape, shape.x, 1)
     ids = [int(token) for token in origin.tokenizer().encode(prompt)]
     check_prompt(origin.config, ids)
+    if (room := origin.config.longest - len(ids)) < tokens:
+        warn(f"the model's context of {origin.config.longest} tokens has room for {room} more, not {tokens}")
     launch(sample_on_rank, shape.ranks, [origin, shape, ids, tokens, sampling])
 
 

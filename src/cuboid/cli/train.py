@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cuboid.cli.say import warn
 from cuboid.emulate.slow_motion import SlowMotion, parse
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.cluster import can_make_hosts
@@ -19,6 +20,7 @@ from cuboid.run.restart import keep_running
 from cuboid.run.stop import Stop
 from cuboid.train import checkpoint
 from cuboid.train.auto import for_ranks, planned
+from cuboid.train.begin import check_folder
 from cuboid.train.config import TrainConfig, load
 from cuboid.train.keys import toml
 from cuboid.train.loop import Outcome
@@ -88,6 +90,8 @@ def train(
         return
     check_steps(trace, 0, chosen.schedule.steps)
     folder = Path(chosen.logging.folder) if chosen.logging.folder else run or unnamed_folder()
+    if folder is not None and not under_torchrun():  # there rank 0 looks, which makes it
+        check_folder(chosen, folder, start)
     stop, ranks = Stop(), chosen.cuboid_shape().ranks
     timeout = 2 * chosen.watch.timeout or TIMEOUT  # the watch strikes first, and says more
     args = [chosen, folder, start, trace]
@@ -148,8 +152,13 @@ def unnamed_folder() -> Path | None:
     return None
 
 
-def warn(text: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+def started_as(*words: str) -> str:
+    """A command line of ours, for ranks that are started as these were."""
+    if not under_torchrun():
+        return shlex.join(["cuboid", *words])
+    hosts, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    where = f"--standalone --nproc-per-node {ranks}" if hosts == "1" else f"--nnodes {hosts} --nproc-per-node {ranks} …"
+    return f"torchrun {where} -m {shlex.join(['cuboid', *words])}"
 
 
 def listed(files: list[tuple[str, Path]]) -> str:
@@ -161,8 +170,10 @@ def show(outcome: Outcome) -> None:
     traces = [("trace", folder / "trace.json"), ("timeline", folder / "timeline.png")]
     traces = [(what, path) for what, path in traces if path.exists()]
     if not outcome.finished:
-        again = shlex.join(["cuboid", "train", "--resume", outcome.folder])
-        console.print(f"\nStopped after step {outcome.steps} of {outcome.of}; all is saved. Go on with:\n  {again}")
+        console.print(
+            f"\nStopped after step {outcome.steps} of {outcome.of}; all is saved. Go on with:\n"
+            f"  {started_as('train', '--resume', outcome.folder)}"
+        )
         console.print(listed(traces), end="")
         return
     if outcome.sample:
@@ -181,4 +192,5 @@ def show(outcome: Outcome) -> None:
         ("config", folder / "config.toml"),
     ]
     console.print(listed(files), end="")
-    console.print(f"More text: {shlex.join(['cuboid', 'sample', outcome.folder, '--prompt', 'class '])}")
+    prompt = ["--prompt", outcome.prompt] if outcome.prompt else []
+    console.print(f"More text: {shlex.join(['cuboid', 'sample', outcome.folder, *prompt])}")

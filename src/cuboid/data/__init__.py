@@ -4,14 +4,16 @@ Nothing here depends on the rank or the cuboid but the loader's choice of rows a
 and seed are the same batches everywhere.
 """
 
-from cuboid.data.corpus import Corpus, build, load, open_corpus, tokenise
+from cuboid.data.corpus import Corpus, build, is_built, load, open_corpus, tokenise
+from cuboid.data.faults import MAX_BAD, check_text
 from cuboid.data.order import shuffled
 from cuboid.data.samples import PADDED_TARGET, Batch, Loader, Samples
 from cuboid.data.text import code, python_stdlib, text_files
 from cuboid.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
-from cuboid.data.tokens import Header, TokenFile, Tokens, TokenWriter, digest, unigram_entropy
+from cuboid.data.tokens import Header, TokenFile, Tokens, TokenWriter, digest, is_token_file, unigram_entropy
 
 __all__ = [
+    "MAX_BAD",
     "PADDED_TARGET",
     "Batch",
     "ByteTokenizer",
@@ -25,8 +27,11 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "build",
+    "check_text",
     "code",
     "digest",
+    "is_built",
+    "is_token_file",
     "load",
     "load_tokenizer",
     "open_corpus",

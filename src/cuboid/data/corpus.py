@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from cuboid.data.faults import MAX_BAD
 from cuboid.data.text import Document, Piece, pieces, python_stdlib, split, text_files
 from cuboid.data.tokenizer import FILE, Tokenizer, load_tokenizer
-from cuboid.data.tokens import TokenFile, Tokens, TokenWriter, digest, dtype_for
+from cuboid.data.tokens import TokenFile, Tokens, TokenWriter, digest, dtype_for, is_token_file
 
 _PARTS = ("train", "val")
 _FILES = frozenset([FILE, *(f"{part}.{suffix}" for part in _PARTS for suffix in ("bin", "json"))])
@@ -50,11 +51,26 @@ class Corpus:
             )
 
 
-def load(sources: Sequence[Path] = (), tokenizer: Path | None = None, val_fraction: float = VAL_FRACTION) -> Corpus:
-    """What a run trains on: a built folder, text to tokenise now, or (no sources) Python's own library."""
-    built = [source for source in sources if (source / "train.json").is_file()]
+def is_built(source: Path) -> bool:
+    """Whether it is a folder that `build` made."""
+    return (source / "train.json").is_file()
+
+
+def load(
+    sources: Sequence[Path] = (),
+    tokenizer: Path | None = None,
+    val_fraction: float = VAL_FRACTION,
+    max_bad: float = MAX_BAD,
+    tell: Callable[[str], object] = lambda _: None,
+) -> Corpus:
+    """What a run trains on: a built folder, text to tokenise now (held against `check_text`), or (no sources) Python's
+    own library."""
+    built = [source for source in sources if is_built(source)]
     if not built:
-        files = text_files(sources) if sources else python_stdlib()
+        for source in sources:
+            if is_token_file(source):
+                raise ValueError(f"{source} is one part of built tokens; give its folder, {source.parent}")
+        files = text_files(sources, max_bad, tell) if sources else python_stdlib()
         return tokenise(files, load_tokenizer(tokenizer), val_fraction)
     if len(sources) > 1:
         raise ValueError(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cuboid.data.faults import MAX_BAD, check_text
+
 #: What is taken for text when a folder is searched. A file that is named outright may be called anything.
 PROSE = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".html", ".xml")
 CODE = (".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh")
@@ -38,8 +40,11 @@ def python_stdlib(max_bytes: int = 8_000_000) -> list[Path]:
     return files
 
 
-def text_files(paths: Sequence[Path]) -> list[Path]:
-    """The files among `paths` and the text files in the folders among them, each once, in a fixed order."""
+def text_files(
+    paths: Sequence[Path], max_bad: float = MAX_BAD, tell: Callable[[str], object] = lambda _: None
+) -> list[Path]:
+    """The files among `paths` and the text files in the folders among them, each once, in a fixed order; all of them
+    pass `check_text`."""
     found: dict[Path, Path] = {}
     for path in paths:
         if path.is_dir():
@@ -58,8 +63,7 @@ def text_files(paths: Sequence[Path]) -> list[Path]:
     files = [file for file in found.values() if file.stat().st_size]
     if not files:
         raise ValueError(f"no text: {len(found)} files were found and all are empty; name files that hold text")
-    for file in files:
-        _check_text(file)
+    check_text(files, max_bad, tell)
     return files
 
 
@@ -80,16 +84,6 @@ def _hidden(name: str) -> bool:
 def _not_library(name: str) -> bool:
     words = name.removesuffix(".py").split("_")
     return name in ("site-packages", "dist-packages", "__pycache__") or "test" in words or "tests" in words
-
-
-def _check_text(file: Path) -> None:
-    try:
-        with file.open("rb") as f:
-            start = f.read(4096)
-    except OSError as error:
-        raise ValueError(f"cannot read {file}: {error.strerror}; check its permissions") from error
-    if b"\0" in start:
-        raise ValueError(f"{file} is not UTF-8 text: it has zero bytes; convert it or leave it out")
 
 
 class Document(NamedTuple):

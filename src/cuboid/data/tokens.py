@@ -65,6 +65,11 @@ class TokenFile:
         return self._ids[index]
 
 
+def is_token_file(path: Path) -> bool:
+    """Whether a file looks like one, by its name and its header's."""
+    return path.suffix == ".bin" and path.is_file() and path.with_suffix(".json").is_file()
+
+
 def _read_header(path: Path) -> Header:
     beside = path.with_suffix(".json")
     for file in (path, beside):

@@ -115,9 +115,9 @@ class ModelConfig:
         return self.kv_heads * self.head_dim
 
     @property
-    def longest(self) -> int | None:
-        """The most tokens of a sequence, if that is limited: learned positions end, and a window is never slid."""
-        return self.context if not self.rotary else self.window or None
+    def longest(self) -> int:
+        """The most tokens of a sequence: what the model is trained and exported for; a window is never slid."""
+        return min(self.context, self.window or self.context)
 
     @property
     def parameters(self) -> int:
@@ -152,10 +152,9 @@ class ModelConfig:
             raise ValueError(
                 f"batch={batch} cannot be cut into data={cuboid.data}; use batch {_multiples_near(batch, cuboid.data)}"
             )
-        if not self.rotary and seq > self.context:
-            raise ValueError(
-                f"seq={seq} is longer than context={self.context}, the learned positions; raise context or shorten seq"
-            )
+        if seq > self.context:
+            what = "which is exported with the model" if self.rotary else "the learned positions"
+            raise ValueError(f"seq={seq} is longer than context={self.context}, {what}; raise context or shorten seq")
         if self.window and seq > self.window:
             raise ValueError(
                 f"seq={seq} is longer than window={self.window}, the tokens that attention looks back on, and a window "

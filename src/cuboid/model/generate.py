@@ -57,8 +57,7 @@ def generate(
     """
     config, parallel = model.config, model.parallel
     check_prompt(config, prompt)
-    if config.longest is not None:
-        count = min(count, config.longest - len(prompt))
+    count = min(count, config.longest - len(prompt))
     caches: dict[Any, Any] = {}
     new, start = torch.tensor([list(prompt)], device=parallel.mesh.device), 0
     for _ in range(count):
@@ -76,7 +75,7 @@ def check_prompt(config: ModelConfig, prompt: Sequence[int]) -> None:
     for token in (min(prompt), max(prompt)):
         if not 0 <= token < config.vocab:
             raise ValueError(f"the prompt has token {token} but the model knows {config.vocab}; use its own tokenizer")
-    if config.longest is not None and len(prompt) >= config.longest:
+    if len(prompt) >= config.longest:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens and the model's positions end at {config.longest}; shorten it"
         )

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from cuboid.comm.transport.sharing import late_timers
 from cuboid.device import any_gpu, backend_for, is_gpu, take
 from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
 from cuboid.run.meeting import fresh_store, store_is_old
+from cuboid.run.report import RunError as RunError
+from cuboid.run.report import report
 from cuboid.run.stop import Stop, leave_signals_to_parent
 from cuboid.run.watch import RankError as RankError
 from cuboid.run.watch import Watch
@@ -68,10 +69,6 @@ class RankDied(RankError):
     """A rank is gone: killed, crashed, out of memory. It has raised nothing that would be raised again."""
 
 
-class RunError(RuntimeError):
-    """What ended a run is no fault of the program, a full disk say; the message says all, and no traceback is shown."""
-
-
 def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
@@ -79,6 +76,11 @@ def under_torchrun() -> bool:
 def is_first() -> bool:
     """Whether this process speaks for all: rank 0, or the one that will start the ranks."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def is_first_of_host() -> bool:
+    """Whether this process speaks for its host: a file, say, may be missing on that one alone."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def join_world(
@@ -330,12 +332,11 @@ def launch(
     _end_with_agent()
     try:
         world = join_world(None, timeout, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), stop)
-        found = record(fn)(world, *args)  # torchrun's summary then begins with who failed first
+        found = fn(world, *args)
     except ValueError:
         raise
     except Exception as error:  # threads that wait for ranks which are gone would keep this one from ending
-        known = isinstance(error, RunError | RankError)
-        print(f"error: {error}" if known else traceback.format_exc(), file=sys.stderr, flush=True)
+        report(error, int(os.environ["RANK"]))
         sys.stdout.flush()
         os._exit(1)
     dist.destroy_process_group()

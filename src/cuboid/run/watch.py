@@ -32,6 +32,8 @@ ALARM, ANSWERS, VERDICT, HEARD = "watch/alarm", "watch/answers", "watch/verdict"
 class RankError(RuntimeError):
     """A rank failed: this one, or another that this one needs."""
 
+    teller: int | None = None  # the rank that reports what all ranks know; None: whoever knows
+
 
 class Stalled(RankError):
     """Ranks did not arrive; the message says which and where."""
@@ -142,7 +144,7 @@ class Watch:
         if not _until(self._judged.is_set, 4 * self.grace + MOMENT):
             self._blame_keeper()
         if not _until(self._closed.is_set, self.grace + MOMENT):
-            print(f"error: {self._verdict}", file=sys.stderr, flush=True)
+            self._print()
             os._exit(EXIT_CODE)
 
     def _aborting(self, _: int) -> None:
@@ -150,11 +152,17 @@ class Watch:
         self.alarm(Alarm(self.rank))
         _until(self._judged.is_set, 4 * self.grace)
         _until(lambda: False, MOMENT)
-        print(f"error: {self._verdict}", file=sys.stderr, flush=True)
+        self._print()
 
-    def _judge(self, kind: str, text: str) -> None:
-        self._verdict = self._verdict or ERRORS[kind](text)
+    def _judge(self, kind: str, text: str, teller: int | None = None) -> None:
+        if self._verdict is None:
+            self._verdict = ERRORS[kind](text)
+            self._verdict.teller = teller
         self._judged.set()
+
+    def _print(self) -> None:
+        if self._verdict is None or self._verdict.teller in (None, self.rank):
+            print(f"error: {self._verdict}", file=sys.stderr, flush=True)
 
     def _blame_keeper(self) -> None:
         """Without the store nothing can be known but this rank's own account."""
@@ -182,7 +190,7 @@ class Watch:
         self._sent.set()
         if first.failure:
             _until(lambda: first.rank == self.rank, MOMENT)
-            self._judge("failed", first.failure)
+            self._judge("failed", first.failure, teller=0)
             return
         store.set(f"watch/{self.rank}", json.dumps(asdict(self._account())))
         store.add(ANSWERS, 1)
@@ -190,11 +198,11 @@ class Watch:
             store.set(VERDICT, json.dumps(self._collect(first)))
         found = _until(lambda: store.check([VERDICT]), 2 * self.grace)
         silent = "stalled", f"step {self.step}: rank {first.rank} raised the alarm and did not answer any more"
-        verdict = json.loads(store.get(VERDICT)) if found else silent
+        kind, text = json.loads(store.get(VERDICT)) if found else silent
         store.add(HEARD, 1)
         if self.rank == 0:  # the store may end with this process
             _until(lambda: store.add(HEARD, 0) >= store.add(ANSWERS, 0), self.grace)
-        self._judge(*verdict)
+        self._judge(kind, text, first.rank if found else None)
 
     def _collect(self, alarm: Alarm) -> tuple[str, str]:
         """What all accounts say."""

@@ -126,10 +126,11 @@ def model_config(path: Path) -> ModelConfig:
 
 
 def check_model(path: Path, state: State, ours: Mapping[str, Any]) -> None:
-    """Raise unless the checkpoint is of a model like ours; dropout may differ."""
+    """Raise unless the checkpoint is of a model like ours; dropout may differ, and so may a context without weights."""
     theirs = state["model"]
     different = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
-    different = [key for key in different if key not in ("dropout", "init_std")]
+    free = {"dropout", "init_std"} | ({"context"} if ours["family"] == "llama" else set())
+    different = [key for key in different if key not in free]
     if different:
         listed = ", ".join(f"model.{key}={theirs.get(key)!r} (here {ours.get(key)!r})" for key in different)
         raise ValueError(f"{path} is a checkpoint of another model: {listed}; train the same model or another folder")

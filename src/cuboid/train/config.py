@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from cuboid.data import MAX_BAD
 from cuboid.mesh.cuboid import AXES, Cuboid
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.presets import PRESETS
@@ -41,14 +42,18 @@ class ModelSection:
         "", "begin with this model and its sizes: a Hugging Face folder, a run or a checkpoint", path=True
     )
     family: Literal["gpt2", "llama"] = key("llama", "kind of Transformer")
-    layers: int = key(2, "Transformer blocks", at_least=1)
-    hidden: int = key(128, "width of the residual stream", at_least=1)
-    heads: int = key(8, "attention heads; y·z must divide them", at_least=1)
+    layers: int = key(2, "Transformer blocks", at_least=1, also=("n_layer", "num_layers", "num_hidden_layers"))
+    hidden: int = key(128, "width of the residual stream", at_least=1, also=("n_embd", "hidden_size", "d_model"))
+    heads: int = key(
+        8, "attention heads; y·z must divide them", at_least=1, also=("n_head", "num_heads", "num_attention_heads")
+    )
     kv_heads: int = key(0, "heads of keys and values; 0: as many as heads", at_least=0)
     head_dim: int = key(0, "width of a head; 0: hidden / heads", at_least=0)
-    ffn: int = key(0, "inner width of the MLP; 0: 4·hidden (gpt2), 8/3·hidden (llama)", at_least=0)
-    vocab: int = key(0, "rows of the embedding; 0: what the tokenizer has", at_least=0)
-    context: int = key(0, "longest sequence; 0: data.seq", at_least=0)
+    ffn: int = key(
+        0, "inner width of the MLP; 0: 4·hidden (gpt2), 8/3·hidden (llama)", at_least=0, also=("intermediate_size",)
+    )
+    vocab: int = key(0, "rows of the embedding; 0: what the tokenizer has", at_least=0, also=("vocab_size",))
+    context: int = key(0, "longest sequence; 0: data.seq", at_least=0, also=("block_size", "max_position_embeddings"))
     tied: bool | Literal["auto"] = key("auto", "head and embedding share their weight; auto: what the family does")
     bias: bool | Literal["auto"] = key("auto", "linears have biases; auto: what the family does")
     qkv_bias: bool | Literal["auto"] = key("auto", "queries, keys and values have biases; auto: as bias")
@@ -85,9 +90,14 @@ class DataSection:
     tokenizer: str = key("", "tokenizer.json of the tokenizers library; empty: bytes", path=True)
     val_fraction: float = key(0.05, "share of the tokens held out for validation", at_least=0, below=1)
     max_bytes: int = key(1_500_000, "most of the built-in text, Python's own library, to take", at_least=1)
-    seq: int = key(128, "tokens in a sequence", at_least=1)
-    batch: int = key(16, "sequences in a step, over all ranks", at_least=1)
-    micro_batches: int = key(1, "parts a step's batch is computed in, one after the other", at_least=1)
+    max_bad: float = key(
+        MAX_BAD, "share of a text file's bytes that may be zero or not UTF-8; more is rejected", at_least=0, at_most=1
+    )
+    seq: int = key(128, "tokens in a sequence", at_least=1, also=("seq_len", "seq_length", "sequence_length"))
+    batch: int = key(16, "sequences in a step, over all ranks", at_least=1, also=("batch_size", "global_batch_size"))
+    micro_batches: int = key(
+        1, "parts a step's batch is computed in, one after the other", at_least=1, also=("gradient_accumulation_steps",)
+    )
     seed: int = key(0, "order of the samples", at_least=0)
 
 
@@ -95,20 +105,27 @@ class DataSection:
 class OptimizerSection:
     """AdamW"""
 
-    lr: float = key(2e-3, "highest learning rate", above=0)
+    lr: float = key(2e-3, "highest learning rate", above=0, also=("learning_rate", "max_lr"))
     beta1: float = key(0.9, "decay of the running mean of gradients", at_least=0, below=1)
     beta2: float = key(0.95, "decay of the running mean of their squares", at_least=0, below=1)
     eps: float = key(1e-8, "added to the root of the mean square", above=0)
     weight_decay: float = key(0.1, "of weight matrices; norms and biases are spared", at_least=0)
-    clip: float = key(1.0, "gradients of a larger norm are scaled down to it; 0: never", at_least=0)
+    clip: float = key(
+        1.0,
+        "gradients of a larger norm are scaled down to it; 0: never",
+        at_least=0,
+        also=("grad_clip", "max_grad_norm"),
+    )
 
 
 @dataclass(frozen=True)
 class ScheduleSection:
     """steps and learning rate"""
 
-    steps: int = key(200, "optimizer steps", at_least=1)
-    warmup: int = key(20, "steps in which the learning rate rises from 0", at_least=0)
+    steps: int = key(200, "optimizer steps", at_least=1, also=("max_steps", "train_steps", "max_iters"))
+    warmup: int = key(
+        20, "steps in which the learning rate rises from 0", at_least=0, also=("warmup_steps", "warmup_iters")
+    )
     decay: Literal["cosine", "linear", "constant"] = key("cosine", "how the learning rate falls afterwards")
     min_lr_ratio: float = key(0.1, "the last learning rate, as a share of the highest", at_least=0, at_most=1)
 
@@ -309,14 +326,19 @@ def resolved_toml(config: TrainConfig) -> str:
     return write(config)
 
 
-def same_run(config: TrainConfig, written: str) -> bool:
-    """Whether a run folder's config.toml is this run's: alike in all that decides the result, on whatever ranks."""
+def differences(config: TrainConfig, written: str) -> list[str]:
+    """Where a run folder's config.toml is not this run's, in what decides the result: "key = theirs (here ours)".
+    Empty: it is this run's, on whatever ranks."""
     try:
         theirs = flatten(TrainConfig, tomllib.loads(written))
-    except ValueError:
-        return False
-    mine = {name: each.default for name, each in keys(TrainConfig).items() if name.partition(".")[0] in DECISIVE}
-    return all(theirs.get(name, default) == value_of(config, name) for name, default in mine.items())
+    except ValueError as error:
+        return [f"a config.toml that cannot be read ({error})"]
+    found = []
+    for name, each in keys(TrainConfig).items():
+        there, here = theirs.get(name, each.default), value_of(config, name)
+        if name.partition(".")[0] in DECISIVE and there != here:
+            found.append(f"{name} = {toml(there)} (here {toml(here)})")
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Rule:
     below: float | None = None
     at_most: float | None = None
     path: bool = False  # names files: made absolute, so that a run resumes from any working directory
+    also: tuple[str, ...] = ()  # what others call it
 
 
 def key(
@@ -37,8 +38,9 @@ def key(
     below: float | None = None,
     at_most: float | None = None,
     path: bool = False,
+    also: tuple[str, ...] = (),
 ) -> Any:
-    return field(default=default, metadata={"rule": Rule(help, at_least, above, below, at_most, path)})
+    return field(default=default, metadata={"rule": Rule(help, at_least, above, below, at_most, path, also)})
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,8 @@ def unknown(tree: type, name: str, value: Any) -> ValueError:
     word = name.rpartition(".")[2]
     names = [*keys(tree), *(at for at, _ in sections(tree) if at)]
     words = {each.rpartition(".")[2]: each for each in reversed(names)}
-    near = [each for each in names if each.rpartition(".")[2] == word] or get_close_matches(name, names, 1, 0.7)
+    near = [each for each, known in keys(tree).items() if word in known.rule.also]
+    near = near or [each for each in names if each.rpartition(".")[2] == word] or get_close_matches(name, names, 1, 0.7)
     near = near or [words[each] for each in get_close_matches(word, list(words), 1)]
     hint = f"did you mean {' or '.join(near)}?" if near else "it is like none of them"
     what = "section" if isinstance(value, Mapping) else "key"

@@ -1,5 +1,6 @@
 """The training loop of one rank."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,13 +30,14 @@ from cuboid.step.runner import At
 from cuboid.step.schedule import Schedule
 from cuboid.train import checkpoint
 from cuboid.train.agree import check
-from cuboid.train.config import TrainConfig, resolved_toml, same_run
+from cuboid.train.begin import beginning, check_folder, is_begun
+from cuboid.train.config import TrainConfig, resolved_toml
 from cuboid.train.guard import Guard
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
 from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
 from cuboid.train.progress import Progress, StepReport
-from cuboid.train.run import RunFolder, fresh_path
+from cuboid.train.run import RunFolder
 from cuboid.train.trace import Trace, draw_layer
 from cuboid.train.trace import save as save_trace
 from cuboid.train.tracing import WARM, Recorder, check_steps, unscheduled
@@ -53,6 +55,7 @@ class Outcome:
     val_loss: float
     unigram: float
     sample: str
+    prompt: str  # of the sample
     seconds: float
 
     @property
@@ -75,13 +78,18 @@ def on_one_device(config: TrainConfig, model: ModelConfig, world: World) -> Para
     return Serial(model, COMPUTE[config.precision.dtype], world.device)
 
 
-def corpus_of(config: TrainConfig) -> data.Corpus:
+def corpus_of(config: TrainConfig, tell: Callable[[str], object] = lambda _: None) -> data.Corpus:
+    """What the run reads; tells of faults in its text files."""
     d = config.data
     tokenizer = Path(d.tokenizer) if d.tokenizer else None
     if not d.paths:
         files = data.python_stdlib(d.max_bytes)
         return data.tokenise(files, data.load_tokenizer(tokenizer), d.val_fraction, data.code)
-    return data.load([Path(path) for path in d.paths], tokenizer, d.val_fraction)
+    return data.load([Path(path) for path in d.paths], tokenizer, d.val_fraction, d.max_bad, tell)
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class Trainer:
@@ -94,7 +102,8 @@ class Trainer:
         layout: Callable[[TrainConfig, ModelConfig, World], Parallel] = on_cuboid,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.config, self.corpus = config, corpus_of(config)
+        self.config = config
+        self.corpus = corpus_of(config, warn if world.rank == 0 else lambda _: None)
         parallel, d = layout(config, config.model_config(self.corpus.vocab), world), config.data
         self.place = parallel.place(d.batch // d.micro_batches, d.seq)
         self.origin = Origin.find(Path(config.model.pretrained)) if config.model.pretrained else None
@@ -143,6 +152,8 @@ class Trainer:
             skipped=applied.skipped,
             spike=self.guard.spike,
             skips=self.guard.skips,
+            tokens=self.done * config.data.batch * config.data.seq,
+            wall_time=time.time(),
         )
         return report, applied.stop
 
@@ -264,32 +275,13 @@ def introduction(trainer: Trainer, folder: Path) -> str:
     return "\n".join(lines)
 
 
-def broken_off(config: TrainConfig, folder: Path) -> bool:
-    """Whether `folder` holds this same run."""
-    file = folder / "config.toml"
-    return file.is_file() and same_run(config, file.read_text("utf-8"))
-
-
-def beginning(
-    world: World, config: TrainConfig, folder: Path | None, resume: Path | None
-) -> tuple[Path, Path | None] | None:
-    """For rank 0 to decide: the run folder, and what to resume: what was asked for or, where this same run was broken
-    off, the run itself."""
-    if world.rank:
-        return None
-    if folder is None:
-        return fresh_path(), resume
-    if broken_off(config, folder) and (resume is None or world.attempt) and checkpoint.complete(folder / "checkpoints"):
-        return folder, folder
-    return folder, resume
-
-
 def open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFolder | None:
     """Where the run is kept, for rank 0, which writes there. Nothing is made before all is known good."""
     config, run = trainer.config, None
     if trainer.model.parallel.mesh.rank == 0:
         text, events = resolved_toml(config), config.logging.tensorboard
-        begun = broken_off(config, folder) or (resume is not None and folder.resolve() in (resume, *resume.parents))
+        check_folder(config, folder, resume)
+        begun = is_begun(config, folder, resume)
         if begun:
             run = RunFolder.open(folder, events)
             run.lock()
@@ -362,7 +354,8 @@ def run_on_rank(
                 metrics = asdict(report)
             if (log.eval_every and report.step % log.eval_every == 0) or report.step == total:
                 value, last = trainer.validate(), report.step
-                metrics |= {"step": report.step, "val_loss": value}
+                seen = {"step": report.step, "tokens": report.tokens, "wall_time": report.wall_time}
+                metrics |= seen | {"val_loss": value}
                 progress.note(f"step {report.step}: validation loss {value:.4f}")
             if run is not None and metrics:
                 run.log(metrics)
@@ -388,4 +381,5 @@ def run_on_rank(
     plot_run(run.metrics(), run.plot, unigram)
     run.close()
     loss = report.loss if report is not None else float("nan")
-    return Outcome(str(folder), trainer.done, total, loss, value, unigram, text, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Outcome(str(folder), trainer.done, total, loss, value, unigram, text, log.sample_prompt, seconds)

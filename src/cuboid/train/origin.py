@@ -29,7 +29,7 @@ class Origin:
         if (path / architecture.CONFIG).is_file():
             return cls(path, architecture.model_config(path), None)
         if not path.is_dir():
-            raise ValueError(f"{path} is no folder; give a Hugging Face folder, a run or a checkpoint")
+            raise ValueError(f"{path} is no folder; give a Hugging Face folder, a run or a checkpoint{_hub(path)}")
         found = checkpoint.newest(path)
         return cls(path, checkpoint.model_config(found), found.parent.parent)
 
@@ -61,3 +61,13 @@ class Origin:
             Provenance.keep(self.path, run)
         elif (provenance := self.provenance) is not None:
             shutil.copytree(provenance.folder, run / provenance.folder.name, dirs_exist_ok=True)
+
+
+def _hub(path: Path) -> str:
+    """How to download what may be the name of a model on the Hub: one or two words, typed as such."""
+    here = Path.cwd().resolve()
+    if path.exists() or not path.is_relative_to(here) or len(name := path.relative_to(here).parts) > 2:
+        return ""
+    model = "/".join(name)
+    download = f"hf download {model} --local-dir {name[-1]}"
+    return f". If {model} is a model on the Hugging Face Hub, run {download} and give that"

@@ -25,6 +25,8 @@ class StepReport:
     skipped: bool = False  # the gradient was not applied
     spike: bool = False  # loss or gradient is far above the last steps'
     skips: int = 0  # of all steps so far
+    tokens: int = 0  # seen so far, by all ranks and by a run that this one goes on with
+    wall_time: float = 0.0  # seconds since 1970
 
 
 class Progress:

@@ -1,7 +1,7 @@
 """The run folder: everything a run leaves behind, readable by its owner alone.
 
 config.toml      the resolved configuration
-metrics.jsonl    one JSON object a line, each with its step
+metrics.jsonl    one JSON object a line, each with its step, the tokens seen until then, and when it was
 tensorboard/     the same numbers as events
 checkpoints/     one folder each
 plot.png         loss and throughput
@@ -29,6 +29,12 @@ def fresh_path(parent: Path = Path("runs")) -> Path:
     return next(path for path in paths if not path.exists()).absolute()
 
 
+def check_free(path: Path) -> None:
+    """Raise if a run cannot begin in this folder because there is something in it."""
+    if path.is_dir() and any(each.name != "config.aside" for each in path.iterdir()):
+        raise ValueError(f"run folder {path} is not empty; resume the run in it or choose another folder")
+
+
 class RunFolder:
     """Use `create` or `open`. One process writes."""
 
@@ -47,8 +53,7 @@ class RunFolder:
         run = cls(path, tensorboard)
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if any(each != run.config.with_suffix(".aside") for each in run.path.iterdir()):
-                raise ValueError(f"run folder {path} is not empty; resume the run in it or choose another folder")
+            check_free(path)
             path.chmod(0o700)
             run.lock()
             run.keep_config(config_toml)
@@ -174,5 +179,5 @@ class RunFolder:
 
             self._events = SummaryWriter(str(self.events), purge_step=self._forget_from)
         for name, value in metrics.items():
-            if name != "step":
-                self._events.add_scalar(name, float(value), int(metrics["step"]))
+            if name not in ("step", "wall_time"):
+                self._events.add_scalar(name, float(value), int(metrics["step"]), metrics.get("wall_time"))

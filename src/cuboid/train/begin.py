@@ -1,0 +1,50 @@
+"""Where a run begins: in a folder that is free, or where this same run was broken off."""
+
+from pathlib import Path
+
+from cuboid.run.launch import World
+from cuboid.train import checkpoint
+from cuboid.train.config import TrainConfig, differences
+from cuboid.train.run import check_free, fresh_path
+
+SHOWN = 6  # keys that differ
+
+
+def broken_off(config: TrainConfig, folder: Path) -> bool:
+    """Whether `folder` holds this same run."""
+    file = folder / "config.toml"
+    return file.is_file() and not differences(config, file.read_text("utf-8"))
+
+
+def is_begun(config: TrainConfig, folder: Path, resume: Path | None) -> bool:
+    """Whether `folder` holds the run that is to go on: this same one, or the one to resume."""
+    return broken_off(config, folder) or (resume is not None and folder.resolve() in (resume, *resume.parents))
+
+
+def check_folder(config: TrainConfig, folder: Path, resume: Path | None) -> None:
+    """Raise if the run can neither begin nor go on in `folder`, with the keys in which the run in it differs."""
+    if is_begun(config, folder, resume):
+        return
+    try:
+        check_free(folder)
+    except ValueError as error:
+        file = folder / "config.toml"
+        different = differences(config, file.read_text("utf-8")) if file.is_file() else []
+        if not different:
+            raise
+        more = f" and {len(different) - SHOWN} more keys" if len(different) > SHOWN else ""
+        raise ValueError(f"{error}. The run in it has {', '.join(different[:SHOWN])}{more}") from None
+
+
+def beginning(
+    world: World, config: TrainConfig, folder: Path | None, resume: Path | None
+) -> tuple[Path, Path | None] | None:
+    """For rank 0 to decide: the run folder, and what to resume: what was asked for or, where this same run was broken
+    off, the run itself."""
+    if world.rank:
+        return None
+    if folder is None:
+        return fresh_path(), resume
+    if broken_off(config, folder) and (resume is None or world.attempt) and checkpoint.complete(folder / "checkpoints"):
+        return folder, folder
+    return folder, resume
