@@ -186,9 +186,10 @@ class MegatronLinear:
         for i, (dY, (weight, *_)) in enumerate(zip(dYs_m, self.linears, strict=True)):
             mm(dY, w[weight], dX.flatten(0, 1), add=i > 0)
         flight = COLLECTIVES[TRANSPOSE[self.kind]](dX, self.axis)
-        w.make(partial(self._weight_gradients, X.flatten(0, 1), dYs_m, w))
+        flops = 2 * X.shape[0] * X.shape[1] * sum(n * k for *_, (n, k) in self.linears) / self.axis.size
+        later = w.make(partial(self._weight_gradients, X.flatten(0, 1), dYs_m, w), flops)
         del dX, X, dYs_m, w
-        yield pause
+        yield pause._replace(later=later)
         return flight.wait()
 
     def _weight_gradients(self, X: Tensor, dYs: Sequence[Tensor], w: Gathered) -> None:
