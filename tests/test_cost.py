@@ -18,8 +18,8 @@ from cuboid.run.launch import World
 from cuboid.step.schedule import OFF, Schedule
 from cuboid.verify import DTYPES, Case, batch_of, measure, verify
 
-GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=24, vocab=37, context=16, ffn=40, dropout=0.1)
-LLAMA = ModelConfig("llama", layers=1, hidden=24, heads=24, kv_heads=4, vocab=41, context=16, ffn=36, head_dim=2)
+GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=24, vocab=37, context=24, ffn=40, dropout=0.1)
+LLAMA = ModelConfig("llama", layers=1, hidden=24, heads=24, kv_heads=4, vocab=41, context=24, ffn=36, head_dim=2)
 QWEN2 = LLAMA.replace(qkv_bias=True)
 QWEN3 = LLAMA.replace(qk_norm=True, head_dim=4)
 PARTS = Schedule(parts=2)

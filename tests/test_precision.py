@@ -24,7 +24,7 @@ from cuboid.step.schedule import Schedule
 from cuboid.step.weights import Bucket, Gathered
 
 Pools = Callable[[int], Pool]
-MODEL = ModelConfig("llama", layers=2, hidden=32, heads=4, kv_heads=2, vocab=40, context=32, ffn=48)
+MODEL = ModelConfig("llama", layers=2, hidden=32, heads=4, kv_heads=2, vocab=40, context=1024, ffn=48)
 
 
 def backward(parallel: Parallel, batch: tuple[Tensor, Tensor], dtype: torch.dtype, scale: float = 1.0) -> Transformer:

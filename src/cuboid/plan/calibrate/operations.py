@@ -35,7 +35,7 @@ class Timed(NamedTuple):
     seconds: float
 
 
-class Clock(TorchDispatchMode):
+class Stopwatch(TorchDispatchMode):
     """Times every operation that computes something."""
 
     def __init__(self) -> None:
@@ -77,9 +77,9 @@ def time_operations(bench: Bench, settings: Settings, stream: float) -> dict[str
         alone = median(_processor_seconds(step) for _ in range(REPEATS))
         steps = []
         for _ in range(REPEATS):
-            with Clock() as clock:
+            with Stopwatch() as watch:
                 step()
-            steps.append(clock.found)
+            steps.append(watch.found)
         middle = [
             Timed(each[0].name, each[0].bytes, median(t.seconds for t in each)) for each in zip(*steps, strict=True)
         ]
