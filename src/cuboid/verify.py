@@ -17,7 +17,7 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
-from cuboid.model.nn import declared
+from cuboid.model.nn import declared, evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.plan.cost import Cost
@@ -163,7 +163,8 @@ def measure(case: Case, parallel: Parallel, expected: int | None = None) -> Meas
     device = parallel.mesh.device
     tokens, targets = (whole.to(device) for whole in batch_of(case))
     tokens, targets = place.take(tokens, 0), place.take(targets, case.loss.ignore_index)
-    logits = model.logits(tokens, place)
+    with evaluating(model):
+        logits = model.logits(tokens, place)
     with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
         loss = model(tokens, targets, place, case.loss, dropout=case.seed)
         saved = saved_bytes(memory, loss, expected)

@@ -42,6 +42,7 @@ def sample_on_rank(
     mesh, tokenizer = Mesh(cuboid, world.rank, world.device), origin.tokenizer()
     model = Transformer(CuboidParallel(origin.config, mesh), None)
     origin.load(model)
+    model.eval()
     ids, shown = list(prompt), ""
     for token in generate(model, prompt, count, sampling, tokenizer.vocab):
         ids.append(token)

@@ -64,7 +64,8 @@ def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: 
 def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
     mesh = Mesh(cuboid, world.rank)
     with FakeTensorMode():
-        parallel = CuboidParallel(work.config, mesh, choice.policy, COMPUTE[work.precision], choice.schedule)
+        config = work.config.replace(dropout=0.0)  # whose seed would be read, and shapes have no values
+        parallel = CuboidParallel(config, mesh, choice.policy, COMPUTE[work.precision], choice.schedule)
         model = Transformer(parallel, recompute=choice.recompute)
         place = parallel.place(work.batch, work.seq)
         ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)

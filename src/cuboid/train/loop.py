@@ -22,6 +22,7 @@ from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import COMPUTE, CuboidParallel, Policy, suitable_schedule
 from cuboid.model.generate import Sampling, generate
+from cuboid.model.nn import evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import World
@@ -199,7 +200,8 @@ class Trainer:
         for i in range(min(self.config.logging.eval_batches, -(-len(self.held_out) // rows))):
             real = min(rows, len(self.held_out) - i * rows)
             tokens, targets = batches(i)
-            total += real * float(self.model(tokens, targets, self.place))
+            with evaluating(self.model):
+                total += real * float(self.model(tokens, targets, self.place))
             count += real
         return total / count
 
@@ -211,7 +213,8 @@ class Trainer:
         if not prompt:  # a context of one token has no room for a next
             return ""
         sampling = Sampling(seed=self.config.seed)
-        tokens = list(generate(self.model, prompt, log.sample_tokens, sampling, tokenizer.vocab))
+        with evaluating(self.model):
+            tokens = list(generate(self.model, prompt, log.sample_tokens, sampling, tokenizer.vocab))
         return tokenizer.decode(prompt + tokens)
 
     def state(self) -> dict[str, Any]:
