@@ -19,6 +19,7 @@ from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Place
+from cuboid.model.freeze import matching
 from cuboid.model.parallel import Parallel, Role
 from cuboid.step.op import Layer, Local, chain, fit, recomputed, residual
 from cuboid.step.runner import At, Runner, Stage
@@ -226,6 +227,13 @@ class Model(nn.Module):
         for _, parameter, d in declared(self):
             self._replicated.setdefault(d.spec.copies(mesh.cuboid), []).append(parameter)
         self.runner = self.runner_of(stages)
+
+    def freeze(self, pattern: str) -> None:
+        """Train no parameter whose name the regular expression `pattern` is found in ("embed|blocks.0"), as
+        `requires_grad_(False)` of these would. Raises if it is found in none."""
+        parameters = {name: parameter for name, parameter, _ in declared(self)}
+        for name in matching(pattern, list(parameters)):
+            parameters[name].requires_grad_(False)
 
     def _check(self, stages: Sequence[Stage]) -> None:
         if not stages:

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +13,27 @@ from rich.console import Console
 from torch import Tensor
 
 from cuboid import data
-from cuboid.baselines.serial import Serial
 from cuboid.comm.collectives import from_all, from_first
 from cuboid.device import peak_memory
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of
-from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
-from cuboid.model.cuboid import COMPUTE, CuboidParallel, Policy, suitable_schedule
+from cuboid.model.freeze import matching, parameter_names
 from cuboid.model.generate import Sampling, generate
-from cuboid.model.nn import evaluating
+from cuboid.model.nn import declared, evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import World
 from cuboid.run.watch import watched
 from cuboid.step.runner import At
-from cuboid.step.schedule import Schedule
 from cuboid.train import checkpoint
 from cuboid.train.agree import check
 from cuboid.train.begin import beginning, check_folder, is_begun
 from cuboid.train.config import TrainConfig, resolved_toml
 from cuboid.train.guard import Guard
+from cuboid.train.keys import toml
+from cuboid.train.layout import on_cuboid
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
 from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
@@ -62,21 +62,6 @@ class Outcome:
     @property
     def finished(self) -> bool:
         return self.steps >= self.of
-
-
-def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
-    memory, d, asked, dtype = config.memory, config.data, config.overlap, COMPUTE[config.precision.dtype]
-    cuboid, policy = config.cuboid_shape(), Policy(memory.activations, memory.weights, memory.head_elements)
-    batch, itemsize = d.batch // d.micro_batches, (dtype or torch.float32).itemsize
-    suits = suitable_schedule(model, cuboid, batch, d.seq, itemsize, world.apart)
-    parts, chunks = asked.parts or suits.parts, asked.chunks or suits.chunks
-    schedule = Schedule(asked.prefetch, parts, chunks, asked.compile, asked.beside)
-    mesh = Mesh(cuboid, world.rank, world.device, watch=world.watch, per_host=world.local_size)
-    return CuboidParallel(model, mesh, policy, dtype, schedule)
-
-
-def on_one_device(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
-    return Serial(model, COMPUTE[config.precision.dtype], world.device)
 
 
 def corpus_of(config: TrainConfig, tell: Callable[[str], object] = lambda _: None) -> data.Corpus:
@@ -113,7 +98,9 @@ class Trainer:
         self.corpus.check(self.model.config.vocab)
         if self.origin is not None:
             self.origin.load(self.model)
+        self.model.freeze(config.model.freeze)
         self.optimizer = adamw(self.model, config.optimizer)
+        self.fresh: dict[str, int] = {}  # after how many updates the moments of parameters unfrozen since began
         self.loss = Loss(label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss)
         fp16 = config.precision.dtype == "fp16"
         self.scale = LossScale(config.precision.loss_scale, config.precision.growth_interval) if fp16 else LossScale()
@@ -222,6 +209,8 @@ class Trainer:
         return {
             "model": asdict(self.model.config),
             "updates": self.updates,
+            "freeze": self.config.model.freeze,
+            "fresh": self.fresh,
             "scale": asdict(self.scale),
             "guard": self.guard.state(),
             "data": {"digest": self.corpus.digest, **self.order(), "samples": self.done * self.config.data.batch},
@@ -234,19 +223,20 @@ class Trainer:
         d = self.config.data
         return {"batch": d.batch, "seq": d.seq, "seed": d.seed}
 
-    def resume(self, given: Path) -> None:
-        """From the newest good checkpoint of a run, or from the one that is given."""
+    def resume(self, given: Path) -> str:
+        """From the newest good checkpoint of a run, or from the one that is given. What has changed, if anything."""
 
         def check(path: Path, state: Mapping[str, Any]) -> None:
             checkpoint.check_model(path, state, asdict(self.model.config))
             check_data(path, state, self)
 
         state = checkpoint.load(given, self.model, self.optimizer, check)
-        self.done, self.updates = state["step"], state["updates"]
+        self.done, self.updates, self.fresh = state["step"], state["updates"], state["fresh"]
         if self.scale.interval and state["scale"]["interval"]:
             self.scale.scale, self.scale.good = state["scale"]["scale"], state["scale"]["good"]
         if "guard" in state:
             self.guard.load(state["guard"])
+        return thawed(state.get("freeze", ""), self)
 
 
 def check_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
@@ -262,9 +252,22 @@ def check_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
             )
 
 
-def introduction(trainer: Trainer, folder: Path) -> str:
+def thawed(before: str, trainer: Trainer) -> str:
+    """What changes with another pattern of frozen parameters than the checkpoint's."""
+    now, names = trainer.config.model.freeze, parameter_names(trainer.model.config)
+    if now == before:
+        return ""
+    was, frozen = matching(before, names), matching(now, names)
+    return (
+        f"model.freeze was {toml(before)} and is {toml(now)}: {len(was - frozen)} tensors are trained from here on, "
+        f"with moments of zero; {len(frozen - was)} no longer"
+    )
+
+
+def introduction(trainer: Trainer, folder: Path, changed: str = "") -> str:
     c, d, cuboid = trainer.model.config, trainer.config.data, trainer.model.parallel.mesh.cuboid
     held = sum(p.numel() for p in trainer.model.parameters())
+    frozen = [d.spec for _, p, d in declared(trainer.model) if not p.requires_grad]
     text = ", ".join(d.paths) or "Python's own library"
     lines = [
         f"model   {c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {c.parameters:,} parameters, "
@@ -273,8 +276,14 @@ def introduction(trainer: Trainer, folder: Path) -> str:
         f"data    {len(trainer.corpus.train):,} tokens of {text}; {d.batch} × {d.seq} tokens a step",
         f"run     {folder}",
     ]
+    if frozen:
+        count = sum(prod(spec.shape) for spec in frozen)
+        tensors = f"{len(frozen)} tensor{'s' * (len(frozen) > 1)}"
+        lines.insert(1, f"frozen  {count:,} of these, in {tensors}, by {trainer.config.model.freeze!r}")
     if trainer.done:
         lines.append(f"resumed after step {trainer.done}")
+    if changed:
+        lines.append(changed)
     return "\n".join(lines)
 
 
@@ -328,8 +337,7 @@ def run_on_rank(
     when everything is warm."""
     trainer, asked_for = Trainer(config, world), resume
     folder, resume = from_first(beginning(world, config, folder, resume), trainer.model.parallel.mesh.world)
-    if resume is not None:
-        trainer.resume(resume)
+    changed = trainer.resume(resume) if resume is not None else ""
     if resume == asked_for and not world.attempt:  # a run that goes on by itself does not end for this
         check_steps(trace, trainer.done, config.schedule.steps)
     run = open_folder(trainer, folder, resume)
@@ -338,7 +346,7 @@ def run_on_rank(
     began, log, total = time.perf_counter(), config.logging, config.schedule.steps
     value, last, report = float("nan"), 0, None
     console = Console(quiet=world.rank != 0)
-    console.print(introduction(trainer, folder), highlight=False, markup=False, soft_wrap=True)
+    console.print(introduction(trainer, folder, changed), highlight=False, markup=False, soft_wrap=True)
     with Progress(total, trainer.done, console) as progress:
         stop = False
         first = trainer.done
