@@ -37,6 +37,7 @@ from cuboid.train.layout import on_cuboid
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
 from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
+from cuboid.train.preflight import check_device
 from cuboid.train.progress import Progress, StepReport
 from cuboid.train.run import RunFolder
 from cuboid.train.trace import Trace, draw_layer
@@ -323,9 +324,11 @@ def keep_trace(trainer: Trainer, recorder: Recorder, folder: Path) -> None:
 
 
 def train(
-    world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int = 0
+    world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int = 0, force: bool = False
 ) -> Outcome | None:
-    """As `run_on_rank`, under the watch."""
+    """As `run_on_rank`, under the watch; unless by force, only where the run fits into the ranks' GPUs."""
+    if not force:
+        check_device(world, config)
     with watched(world.rank, world.size, config.watch.timeout) as watch:
         return run_on_rank(replace(world, watch=watch), config, folder, resume, trace)
 
@@ -355,6 +358,8 @@ def run_on_rank(
                 trainer.recorder = Recorder(trainer.model)
             asked = world.stop is not None and world.stop.asked
             report, stop = trainer.step(asked or writer.failed)
+            if world.stop is not None:
+                world.stop.begin()
             if trainer.recorder is not None and trainer.done == first + WARM + trace:
                 keep_trace(trainer, trainer.recorder, folder)
             progress.update(report)
