@@ -44,6 +44,7 @@ def draw(result: Result, folder: Path) -> list[Path]:
     _memory(panels[1, 1], last)
     for axes in panels.flat:
         axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     where = f"{rates[0]} a host" if rates[0] else "unshaped links"
     slow = result.rows[0].slow
@@ -66,6 +67,7 @@ def draw_pairs(names: Sequence[str], real: Sequence[Spread], emulated: Sequence[
     axes.set_ylabel("seconds per step: median and quartiles")
     axes.margins(y=0.15)
     axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside upper right", ncols=2)
     figure.suptitle("cuboid bench emulation: cores against emulated devices", x=0.01, ha="left")
