@@ -87,10 +87,13 @@ def test_preflight_rejects_a_model_beyond_any_change(cuboid: Cuboid, limit) -> N
     assert said.err.count("\n") == 2  # and that ranks share cores
 
 
-def test_train_says_which_axes_are_defaults(text: Path, cuboid: Cuboid, tmp_path: Path) -> None:
+def test_train_says_which_axes_are_defaults(text: Path, cuboid: Cuboid, tmp_path: Path, limit) -> None:
+    limit(1000)  # rejected, once that is said
+    assert cuboid("train", *sets([*settings(text), "cuboid.x=1"])).out.startswith(
+        "cuboid  x=1 as given, y=2 and z=2 by default: (1,2,2), 4 ranks; --cuboid 1,1,1 gives all three"
+    )
+    limit(1e12)
     (tmp_path / "some.toml").write_text("[cuboid]\ny = 1\nz = 1\n")
-    said = cuboid("train", *sets([*settings(text), "cuboid.x=1", "schedule.warmup=99"]))  # rejected, once that is said
-    assert said.out.startswith("cuboid  x=1 as given, y=2 and z=2 by default")
     for words in (["some.toml", "--set", "cuboid.x=1"], ["--cuboid", "1,1,1"], sets(on("1,1,1"))):
         said = cuboid("train", *words, *sets([*settings(text), "schedule.steps=1", "schedule.warmup=0"]))
         assert said.code == 0, said.err

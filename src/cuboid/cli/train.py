@@ -16,7 +16,7 @@ from cuboid.device import any_gpu
 from cuboid.emulate.slow_motion import SlowMotion, parse
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.cluster import can_make_hosts
-from cuboid.run.launch import TIMEOUT, is_first, is_first_of_host, launch, under_torchrun
+from cuboid.run.launch import TIMEOUT, is_first, is_first_of_host, launch, local_ranks, under_torchrun
 from cuboid.run.restart import keep_running
 from cuboid.run.stop import Stop
 from cuboid.train import checkpoint
@@ -152,7 +152,7 @@ def look_ahead(config: TrainConfig, ranks: int, force: bool) -> None:
     the ranks to look at: a process that has does not fork well."""
     if any_gpu() or not is_first_of_host():
         return
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
+    local = local_ranks(ranks)
     if crowded := crowd(local):
         warn(crowded)
     try:

@@ -102,7 +102,7 @@ class _Moments(Operands):
             gradients, activations, buffers = self.inside(j)
             passed = min(j + apart, self.backward)
             held = self.gathered * (1 + apart) + self.coming * self.choice.schedule.prefetch
-            held = np.where(self.kept > 0, self.kept * passed, held) + apart * self.gathered
+            held = np.where(self.kept > 0, self.kept * passed, held)
             buffers = buffers + held + operands * (self.parts + 1) // (2 * self.parts)
             found.append((gradients, activations + (passed + apart * (j > 1)) * self.layer, buffers))
         return found

@@ -77,6 +77,11 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def local_ranks(ranks: int) -> int:
+    """How many of so many ranks are on this host: all, unless torchrun has started them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
+
+
 def is_first() -> bool:
     """Whether this process speaks for all: rank 0, or the one that will start the ranks."""
     return os.environ.get("RANK", "0") == "0"

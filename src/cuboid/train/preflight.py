@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from math import ceil
 
-from cuboid.device import free_memory, is_gpu
+from cuboid.device import any_gpu, free_memory, is_gpu
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
@@ -19,7 +19,7 @@ from cuboid.plan.layer import Choice, Work
 from cuboid.plan.memory import planned
 from cuboid.plan.search import shapes
 from cuboid.plan.sizes import Sizes
-from cuboid.run.launch import World
+from cuboid.run.launch import World, local_ranks
 from cuboid.train.auto import vocab_of
 from cuboid.train.config import TrainConfig
 from cuboid.train.layout import schedule_of
@@ -85,12 +85,14 @@ def check_device(world: World, config: TrainConfig) -> None:
 
 
 def check_weights(config: ModelConfig, cuboid: Cuboid) -> None:
-    """Raise if not even a model's weights, in fp32, fit into this host."""
-    size = 4 * cuboid.ranks * int(Sizes(config, [cuboid], 1, cuboid.x * cuboid.data, 1).parameters[0])
+    """Raise if not even the weights that this host's ranks will hold, in fp32, fit into it."""
+    if any_gpu():
+        return
+    size = 4 * local_ranks(cuboid.ranks) * int(Sizes(config, [cuboid], 1, cuboid.x * cuboid.data, 1).parameters[0])
     if size > CLEARLY * (free := free_memory()):
         raise ValueError(
-            f"the model does not fit: its weights are {gigabytes(size)}, and this host has {gigabytes(free)} free; use "
-            "one with more memory, or several with torchrun"
+            f"the model does not fit: its weights are {gigabytes(size)} on this host, and {gigabytes(free)} are free; "
+            "use one with more memory, or several with torchrun"
         )
 
 
