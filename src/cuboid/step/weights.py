@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter_each
-from cuboid.comm.flight import landed
+from cuboid.comm.flight import Message, landed
 from cuboid.comm.transport.gloo import LEAST_ALONE
 from cuboid.mesh.layout import Spec, ceil_div, round_up
 from cuboid.mesh.mesh import Mesh
@@ -256,6 +256,7 @@ class Sums:
     def __init__(self, uses: Mapping[Bucket, int]) -> None:
         self._left = dict(uses)
         self._flying: deque[tuple[Bucket, Landing]] = deque()
+        self.launched: deque[Message] = deque(maxlen=MOST_IN_FLIGHT)  # on the clock, the last of them, by stage
         self._totals: Tensors = {}
         self._replicas: dict[Bucket, Landing] = {}
 
