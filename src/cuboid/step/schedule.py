@@ -141,7 +141,7 @@ class Clock:
             return self.now
         until = sum(left for each, left in mine.items() if each <= number)
         others = sum(min(until, sum(each.values())) for name, each in self._left.items() if name != axis)
-        return self.now + self._pace * (until + others)
+        return self.now + self._pace() * (until + others)
 
     def wait(self, message: Message) -> None:
         self._advance(self.lands(message))
@@ -150,7 +150,6 @@ class Clock:
         self._work += work if self.forward else 0.0
         self._advance(self.now + work)
 
-    @property
     def _pace(self) -> float:
         """Of a byte on the link: a backward does twice its forward's work and sends as much."""
         return 1.5 * self._work / self._sent if self._work else 1.0
@@ -158,7 +157,7 @@ class Clock:
     def _advance(self, moment: float) -> None:
         while self._left and self.now < moment:
             first = {axis: next(iter(each)) for axis, each in self._left.items()}
-            each, sent = self._pace * len(first), min(self._left[axis][i] for axis, i in first.items())
+            each, sent = self._pace() * len(first), min(self._left[axis][i] for axis, i in first.items())
             step = min(sent * each, moment - self.now)
             self.now += step
             for axis, i in first.items():

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter_each
 from cuboid.comm.flight import Message, landed
-from cuboid.comm.transport.gloo import LEAST_ALONE
 from cuboid.mesh.layout import Spec, ceil_div, round_up
 from cuboid.mesh.mesh import Mesh
 
@@ -44,7 +43,7 @@ class Bucket:
         split.sort(key=lambda p: -p.dim())  # weights of one linear are neighbours
         self.lengths = {p: ceil_div(self.shapes[p][0], mesh.x.size) * prod(self.shapes[p][1:]) for p in split}
         self.gathers = mesh.x.size > 1 and sum(self.lengths.values()) > 0
-        self._least = LEAST_ALONE // self.dtype.itemsize
+        self._least = mesh.x.transport.least_alone // self.dtype.itemsize if self.gathers else 0
         self.messages = self._messages(self.lengths)
         if split:
             flat = torch.cat([shard.detach().view(-1) for shard in split])
