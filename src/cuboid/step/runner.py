@@ -83,15 +83,13 @@ class _Shelf:
 
     def __post_init__(self) -> None:
         self._left = [self.parts] * len(self.buckets)
-        self._flying: dict[int, Sequence[Landing]] = {}
-        self._lands: dict[int, Message] = {}
+        self._flying: dict[int, tuple[Message, Sequence[Landing]]] = {}
         self._held: dict[int, Gathered] = {}
 
     def _launch(self, i: int) -> None:
         if i in range(len(self.buckets)) and self._left[i] and i not in self._flying and i not in self._held:
-            sent = sum(bucket.sent for bucket in self.needed[i] if bucket not in self.kept)
-            self._lands[i] = self.clock.launch(sent, "x")
-            self._flying[i] = [self._gather(bucket) for bucket in self.needed[i]]
+            message = self.clock.launch(sum(each.sent for each in self.needed[i] if each not in self.kept), "x")
+            self._flying[i] = message, [self._gather(bucket) for bucket in self.needed[i]]
 
     def _gather(self, bucket: Bucket) -> Landing:
         return partial(dict, self.kept.pop(bucket)) if bucket in self.kept else bucket.gather()
@@ -100,10 +98,10 @@ class _Shelf:
         """Gives the weights."""
         if i not in self._held:
             self._launch(i)
-            yield Pause(message=self._lands[i])
+            yield Pause(message=self._flying[i][0])
         if i not in self._held:  # another sub-batch may have come here first
             weights: Tensors = {}
-            for land in self._flying.pop(i):
+            for land in self._flying.pop(i)[1]:
                 weights |= land()
             self._held[i] = Gathered(self.buckets[i], weights, self.parts, self.late)
             if self.ahead and len(self._held) == 1:
