@@ -12,6 +12,7 @@ No bucket holds anything of a step. What a pass through the model has gathered, 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -50,7 +51,7 @@ class Bucket:
             for shard, place in zip(split, flat.split([shard.numel() for shard in split]), strict=True):
                 shard.data = place.view(shard.shape)
 
-    @property
+    @cached_property
     def sent(self) -> float:
         """Bytes that a rank receives when it gathers them: by global shapes, the same on all ranks."""
         sizes, split = self.mesh.cuboid.sizes, [spec for spec in self.specs.values() if "x" in spec.cut_by]
