@@ -43,7 +43,7 @@ class PartialRows:
     def __call__(self, ids: Tensor, w: Gathered, at: Any) -> Steps:
         all_ids = (ids, at.place.positions[:, None])[: len(self.tables)]
         starts = [cut(n, self.y.size, self.y.index)[0] for n in self.rows]
-        first, *others = (_rows(w[t], *each) for t, *each in zip(self.tables, all_ids, starts, strict=True))
+        first, *others = (_rows(w[t], ids, i) for t, ids, i in zip(self.tables, all_ids, starts, strict=True))
         for rows in others:
             first.add_(rows)
 
