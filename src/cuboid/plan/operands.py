@@ -5,7 +5,8 @@ Each method of a moment says what is held besides the activations saved, less th
 
 import numpy as np
 
-from cuboid.comm.transport.gloo import LEAST_ALONE
+from cuboid.comm.transport.base import Transport
+from cuboid.comm.transport.gloo import Gloo
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.sizes import Sizes, Weight, added
@@ -37,7 +38,7 @@ class Operands:
         norm = self.dX + rows * (1 + self.c.norm_bias) * self.wide  # the last one's
         self.layer = (saved - self.head_saved - norm - self.wide) // max(work.config.layers, 1)
         self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
-        alone = [w.shard * self.e >= LEAST_ALONE for w in s.block_weights]
+        alone = [w.shard * self.e >= Transport.least_alone for w in s.block_weights]
         self.small = added(w.n * w.k * ~each for w, each in zip(s.block_weights, alone, strict=True)) * self.e
         # copies out of what has arrived, which stays too if large ones lie in it
         both = self.apart * np.logical_or.reduce(alone) * self.small
@@ -52,7 +53,7 @@ class Operands:
     def copies(self, axis: str, part: Array) -> Array:
         """What gloo sends of a small part that is gathered: a copy for each rank."""
         ranks, inside = self.s.groups[axis]
-        return self.copying * (ranks > 2) * (inside == ranks) * (part < LEAST_ALONE) * ranks * part
+        return self.copying * (ranks > 2) * (inside == ranks) * (part < Gloo.least_alone) * ranks * part
 
     def received(self, axis: Array) -> Array:
         """Of what is scattered over an axis: everyone's parts, of two ranks the other's alone; NCCL's are sums."""
