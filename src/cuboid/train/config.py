@@ -311,7 +311,11 @@ class TrainConfig:
             )
         model = self.model_config(self.model.vocab or 1)
         model.check(cuboid, data.batch // data.micro_batches, data.seq)
-        if Trained(model, self.model.freeze).nothing:
+        try:
+            trained = Trained(model, self.model.freeze)
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from None
+        if trained.nothing:
             raise ValueError(f"model.freeze = {toml(self.model.freeze)} leaves nothing to train; freeze less")
 
 

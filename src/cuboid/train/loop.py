@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -260,9 +260,13 @@ def thawed(before: str, trainer: Trainer) -> str:
         return ""
     was, frozen = matching(before, names), matching(now, names)
     return (
-        f"model.freeze was {toml(before)} and is {toml(now)}: {len(was - frozen)} tensors are trained from here on, "
-        f"with moments of zero; {len(frozen - was)} no longer"
+        f"model.freeze was {toml(before)} and is {toml(now)}: trained from here on, with moments of zero, "
+        f"{_tensors(was - frozen)}; no longer {_tensors(frozen - was)}"
     )
+
+
+def _tensors(names: Collection[object]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) != 1)}"
 
 
 def introduction(trainer: Trainer, folder: Path, changed: str = "") -> str:
@@ -279,8 +283,7 @@ def introduction(trainer: Trainer, folder: Path, changed: str = "") -> str:
     ]
     if frozen:
         count = sum(prod(spec.shape) for spec in frozen)
-        tensors = f"{len(frozen)} tensor{'s' * (len(frozen) > 1)}"
-        lines.insert(1, f"frozen  {count:,} of these, in {tensors}, by {trainer.config.model.freeze!r}")
+        lines.insert(1, f"frozen  {count:,} of these, in {_tensors(frozen)}, by {toml(trainer.config.model.freeze)}")
     if trainer.done:
         lines.append(f"resumed after step {trainer.done}")
     if changed:
