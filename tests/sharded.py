@@ -22,7 +22,7 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
-from cuboid.model.nn import Model, declared
+from cuboid.model.nn import Model, declared, evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.run.launch import World
@@ -166,7 +166,8 @@ def step(parallel: Parallel, case: Case, run: Callable[[Model, Batches], Tensor]
     value = run(model, batches)
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     norm = model.gradient_norm().item()
-    logits = model.logits(batches[0][0], place)
+    with evaluating(model):
+        logits = model.logits(batches[0][0], place)
     return Outcome(specs, initial, gradients, value.item(), norm, logits, place.logits)
 
 

@@ -114,7 +114,7 @@ def test_train_cli_rejects_bad_input_with_one_error(
     words: list[str], said: list[str], cuboid: Cuboid, tmp_path: Path
 ) -> None:
     (tmp_path / "short.txt").write_text("not enough to learn")
-    found = cuboid("train", "--set", "cuboid.x=1", "--set", "cuboid.z=1", *words)
+    found = cuboid("train", *sets(on("1,2,1")), *words)
     assert found.code == 2
     assert found.out == ""
     assert found.err.startswith("error: ")

@@ -33,7 +33,11 @@ def test_config_default_is_valid() -> None:
 
 
 def test_config_model_section_has_every_model_key() -> None:
-    assert {f.name for f in fields(ModelSection)} == {f.name for f in fields(ModelConfig)} | {"preset", "pretrained"}
+    assert {f.name for f in fields(ModelSection)} == {f.name for f in fields(ModelConfig)} | {
+        "preset",
+        "pretrained",
+        "freeze",
+    }
     assert {f.name for f in fields(RopeScalingSection)} == {f.name for f in fields(RopeScaling)}
 
 

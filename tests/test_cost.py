@@ -55,10 +55,29 @@ CASES = [
     Case(QWEN3, Cuboid(2, 2, 1), 4, 13, recompute="full"),
     Case(GPT2.replace(qk_norm=True), Cuboid(2, 1, 2), 1, 13),
 ]
+DEEP = LLAMA.replace(layers=3, tied=True)
+SELECTIVE, FULL, RETAIN = ("selective", Policy()), ("full", Policy("retain")), ("none", Policy("retain", "retain"))
+FROZEN = [
+    Case(config, cuboid, batch, 13, dtype, policy, recompute=recompute, schedule=schedule, freeze=freeze)  # type: ignore[arg-type]
+    for config, cuboid, batch, dtype, (recompute, policy), schedule, freeze in [
+        (GPT2, Cuboid(2, 3, 2), 12, "fp64", SELECTIVE, PARTS, "embed|positions|blocks.0"),
+        (GPT2, Cuboid(2, 1, 2, data=2), 4, "bf16", RETAIN, PARTS, r"blocks\.0|norm1.bias"),
+        (GPT2, Cuboid(1, 2, 2), 4, "fp32", FULL, Schedule(chunks=2), r"positions|attention.[qk]|up.bias|down"),
+        (LLAMA, Cuboid(2, 2, 1), 4, "fp64", FULL, PARTS, r"embed|blocks|^norm"),
+        (LLAMA, Cuboid(2, 2, 2), 2, "fp32", SELECTIVE, OFF, "embed|gate|attention.out"),
+        (DEEP, Cuboid(2, 2, 2), 8, "fp32", RETAIN, Schedule(), r"embed|blocks.[02]"),
+        (DEEP, Cuboid(4, 1, 2), 2, "fp32", ("none", Policy()), Schedule(), r"embed|blocks.[01]"),
+        (QWEN3, Cuboid(2, 1, 2, data=2), 4, "fp32", ("none", Policy()), Schedule(), "norm_q|embed|attention.v"),
+        (QWEN2, Cuboid(1, 3, 2), 4, "fp64", ("none", Policy()), PARTS, "weight"),
+        (LLAMA, Cuboid(4, 2, 1), 1, "fp32", ("none", Policy()), Schedule(), "embed|blocks|head"),
+    ]
+]
 
 
 def id_of(case: Case) -> str:
-    return f"{case.cuboid}-{case.config.family}-{case.batch}-{case.dtype}-{case.recompute}"
+    return (
+        f"{case.cuboid}-{case.config.family}-{case.batch}-{case.dtype}-{case.recompute}{'-frozen' * bool(case.freeze)}"
+    )
 
 
 def counted(world: World, case: Case) -> tuple[list[Any], list[Any]]:
@@ -66,6 +85,7 @@ def counted(world: World, case: Case) -> tuple[list[Any], list[Any]]:
     mesh, (storage, compute, _) = Mesh(case.cuboid, world.rank), DTYPES[case.dtype]
     parallel = CuboidParallel(case.config, mesh, case.policy, compute, case.schedule)
     model, place = Transformer(parallel, case.seed, storage, case.recompute), parallel.place(case.batch, case.seq)
+    model.freeze(case.freeze)
     tokens, targets = batch_of(case)
     batch = place.take(tokens, 0), place.take(targets, -100), place, case.loss
     with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
@@ -87,7 +107,7 @@ def single(case: Case) -> bool:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=id_of(case), marks=[pytest.mark.slow] * single(case)) for case in CASES]
+    "case", [pytest.param(case, id=id_of(case), marks=[pytest.mark.slow] * single(case)) for case in CASES + FROZEN]
 )
 def test_step_cost_matches_every_measured_count(case: Case) -> None:
     size = case.cuboid.ranks

@@ -1,6 +1,7 @@
 """Which of a model's parameters a step changes: not frozen ones, and not those of a copy."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 
 import pytest
@@ -9,13 +10,17 @@ from sharded import Batches, against, plainly, relative
 from steps import EXACT, GPT2, LLAMA, batches_on, loss_of, model_on, reference
 from torch import Tensor
 
+from cuboid.baselines.serial import Serial
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.freeze import parameter_names
 from cuboid.model.nn import declared
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import Pool, World
+from cuboid.step.op import chain
+from cuboid.step.runner import Stage
 from cuboid.step.schedule import PREFETCH, Schedule, parse
 
 Pools = Callable[[int], Pool]
@@ -125,3 +130,92 @@ def test_model_frozen_parameters_get_no_gradient_and_change_no_other(
 ) -> None:
     for errors in pool(shape.ranks).run(errors_when_frozen, shape, schedule):
         assert {what: error for what, error in errors.items() if not error <= EXACT} == {}
+
+
+def test_parameter_names_are_the_models() -> None:
+    for config in (GPT2, LLAMA, GPT2.replace(tied=False, bias=False), LLAMA.replace(qkv_bias=True, tied=True)):
+        assert parameter_names(config) == [name for name, _, _ in declared(Transformer(Serial(config)))]
+
+
+def test_freeze_takes_patterns_and_modules_alike() -> None:
+    by_name, by_module = (Transformer(Serial(GPT2)) for _ in range(2))
+    by_name.freeze(r"embed|blocks\.0")
+    by_module.embed.requires_grad_(False)
+    by_module.blocks[0].requires_grad_(False)  # type: ignore[attr-defined]
+    trained = [[name for name, p in model.named_parameters() if p.requires_grad] for model in (by_name, by_module)]
+    assert trained[0] == trained[1]
+    assert trained[0][:2] == ["positions.weight", "blocks.1.norm1.weight"]
+    by_name.freeze("")
+    assert sum(p.requires_grad for p in by_name.parameters()) == len(trained[0])
+
+
+class FrozenFirst(Transformer):
+    def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> None:
+        self.freeze("embed")
+        super().finish(seed, dtype)
+
+
+def test_freeze_before_the_model_is_finished_lasts() -> None:
+    model = FrozenFirst(Serial(GPT2))
+    assert not model.embed.weight.requires_grad
+    assert model.norm.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("embedd", "'embedd' is in no parameter's name; did you mean embed"),
+        ("embed|block.0.atention", "'block.0.atention' is in no parameter's name; did you mean blocks.0.attention"),
+        ("embed|", "'' is in no parameter's name"),
+        ("blocks.(", "is no regular expression"),
+    ],
+)
+def test_freeze_rejects_what_matches_nothing(pattern: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Transformer(Serial(GPT2)).freeze(pattern)
+
+
+# Nothing is done for them
+
+
+class OneEnd(Transformer):
+    """The last norm and the head are one stage: the norm needs the head's dX though nothing below is trained."""
+
+    def stages(self) -> Sequence[Stage]:
+        *below, norm, head = super().stages()
+        return [*below, Stage("end", chain(norm.layer, head.layer), [self.norm, self.classifier])]
+
+
+def errors_of_one_end(world: World, shape: Cuboid) -> float:
+    mesh, config = Mesh(shape, world.rank), LLAMA
+    models = [OneEnd(parallel, 1, torch.float64) for parallel in (CuboidParallel(config, mesh), Serial(config))]
+    for model in models:
+        model.freeze("embed|blocks")
+        plainly(model, batches_on(model.parallel, 1))
+    mesh.close()
+    assert models[1].norm.weight.grad is not None
+    return against(*models)
+
+
+def test_frozen_blocks_leave_a_stage_of_norm_and_head_its_gradients(pool: Pools) -> None:
+    assert max(pool(4).run(errors_of_one_end, Cuboid(2, 1, 2))) <= EXACT
+
+
+def steps_below(world: World) -> list[int]:
+    """Stages whose backward ran, with the head, the last block or the first trained alone."""
+    found = []
+    for frozen in ("embed|positions|blocks|^norm", r"embed|positions|blocks\.0", "embed|positions", "mlp"):
+        model = model_on(CuboidParallel(GPT2.replace(tied=False), mesh := Mesh(Cuboid(2), world.rank)))
+        model.freeze(frozen)
+        seen = list[int]()
+        losses = [loss_of(model, batch) for batch in batches_on(model.parallel)]
+        model.runner.between = seen.append
+        sum(losses).backward()  # type: ignore[union-attr]
+        mesh.close()
+        found.append(min(seen))
+    return found
+
+
+def test_backward_ends_with_lowest_trained_stage(pool: Pools) -> None:
+    for found in pool(2).run(steps_below):
+        assert found == [4, 2, 1, 0]

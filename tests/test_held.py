@@ -44,6 +44,17 @@ CASES = [
     (LLAMA, Cuboid(2, 2, 1), "fp32", Choice(), 3, 0.003),
 ]
 
+#: The same, and what is frozen.
+FROZEN = [
+    (GPT2, Cuboid(2, 2, 1), "fp32", Choice(), 1, 0.03, "embed|positions|blocks.[01]"),
+    (GPT2, Cuboid(2, 2, 2), "fp32", Choice("full"), 1, 0.03, "blocks.[12]"),
+    (LLAMA, Cuboid(4, 2, 1), "bf16", Choice(), 1, 0.03, "embed|blocks|^norm"),
+    (LLAMA, Cuboid(2, 2, 1), "fp32", Choice("selective"), 1, 0.03, "attention|embed"),
+    (WIDE, Cuboid(2, 1, 2), "fp32", Choice(), 1, 0.03, "mlp|positions"),
+    (GPT2, Cuboid(2, 2, 2), "fp32", Choice(), 1, 0.05, "embed|positions|blocks.[012]"),
+    (LLAMA, Cuboid(2, 1, 1, data=2), "fp32", Choice(), 3, 0.03, "embed|blocks.0"),
+]
+
 
 def held(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> tuple[int, int]:
     """Bytes that a forward leaves for its backward, and at the peak of steps, AdamW's moments included."""
@@ -51,6 +62,7 @@ def held(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> tuple[int,
         work.config, Mesh(cuboid, world.rank), choice.policy, COMPUTE[work.precision], choice.schedule
     )
     model, place = Transformer(parallel, recompute=choice.recompute), parallel.place(work.batch, work.seq)
+    model.freeze(work.freeze)
     ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
     with Memory(model) as memory:
         loss = model(ids, ids, place)
@@ -59,15 +71,18 @@ def held(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> tuple[int,
         model.zero_grad()
         if work.micro_batches > 1:
             model.play([(ids, At(place, ids))] * work.micro_batches)
-    parameters = sum(p.nbytes for p in model.parameters())
-    return saved, memory.peak + 2 * parameters
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return saved, memory.peak + 2 * trained
 
 
-@pytest.mark.parametrize(("config", "cuboid", "precision", "choice", "micro_batches", "bound"), CASES)
+@pytest.mark.parametrize(
+    ("config", "cuboid", "precision", "choice", "micro_batches", "bound", "freeze"),
+    [*((*case, "") for case in CASES), *FROZEN],
+)
 def test_step_holds_what_formulas_say(
-    config: ModelConfig, cuboid: Cuboid, precision: str, choice: Choice, micro_batches: int, bound: float
+    config: ModelConfig, cuboid: Cuboid, precision: str, choice: Choice, micro_batches: int, bound: float, freeze: str
 ) -> None:
-    work = Work(config, 16, config.context, precision, micro_batches)
+    work = Work(config, 16, config.context, precision, micro_batches, freeze)
     ((saved, peak),) = silently([0], cuboid.ranks, held, work, cuboid, choice)
 
     plan = predict(CPU, work, cuboid, choice)

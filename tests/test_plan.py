@@ -14,6 +14,7 @@ from cuboid.mesh.cuboid import orders as every_order
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
+from cuboid.model.freeze import Trained
 from cuboid.model.presets import PRESETS as MODELS
 from cuboid.model.transformer import Transformer
 from cuboid.plan.cost.cuboid import step_cost
@@ -55,8 +56,13 @@ OPTIONS = [
     [GPT2, LLAMA, LLAMA.replace(kv_heads=24, tied=True), LLAMA.replace(qk_norm=True), LLAMA.replace(qkv_bias=True)],
     ids=["gpt2", "few", "tied", "norms of heads", "biases of qkv"],
 )
-def test_planner_step_totals_match_cost_formulas(config: ModelConfig) -> None:
+@pytest.mark.parametrize(
+    "freeze", ["", r"embed|blocks\.0", "attention.[qo]|norm1|mlp.(gate|up.w)", "embed|blocks|^norm"]
+)
+def test_planner_step_totals_match_cost_formulas(config: ModelConfig, freeze: str) -> None:
     """Calls and bytes of every axis and collective, FLOPs, saved activations, parameters: to the last byte."""
+    if Trained(config, freeze).nothing:
+        pytest.skip("its tied head is frozen too")
     cuboids = [replace(k, data=data) for ranks in (1, 6, 12) for k in factorisations(ranks) for data in (1, 2)]
     for cuboid, (batch, precision, choice) in zip(cuboids, cycle(OPTIONS), strict=False):
         if config.heads % (cuboid.y * cuboid.z) or config.hidden % cuboid.z:
@@ -64,10 +70,11 @@ def test_planner_step_totals_match_cost_formulas(config: ModelConfig) -> None:
         sizes = Sizes(config, [cuboid], 8, batch, 13)
         if sizes.b[0] % choice.schedule.parts:
             continue
-        work = Work(config, batch, 13, precision)
+        work = Work(config, batch, 13, precision, freeze=freeze)
         totals = step_totals(prices_of(A100, work, sizes), work, sizes, choice)
         at, itemsize = cuboid.coordinates(0), ITEMSIZE[precision]
-        cost = step_cost(config, cuboid, at, batch, 13, choice.policy, choice.recompute, 4, itemsize, choice.schedule)
+        settings = choice.policy, choice.recompute, 4, itemsize, choice.schedule
+        cost = step_cost(config, cuboid, at, batch, 13, *settings, freeze=freeze)
         counts = {
             key: [int(calls[0]), int(totals.sent[key][0])]
             for key, calls in totals.calls.items()

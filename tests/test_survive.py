@@ -58,7 +58,9 @@ def die_unless(world: World, attempts: int) -> int:
 @pytest.mark.parametrize(("most", "saves", "lives"), [(2, False, True), (1, False, False), (1, True, True)])
 def test_keep_running_limits_restarts_without_progress(most: int, saves: bool, lives: bool) -> None:
     told: list[str] = []
-    arguments = (Stop(), 60.0, most, lambda: len(told) * saves, told.append)
+    stop = Stop()
+    stop.begin()
+    arguments = (stop, 60.0, most, lambda: len(told) * saves, told.append)
     if lives:
         assert keep_running(die_unless, 2, [2], *arguments) == [2, 2]
         where = "after step 1" if saves else "from the beginning"
@@ -66,6 +68,11 @@ def test_keep_running_limits_restarts_without_progress(most: int, saves: bool, l
     else:
         with pytest.raises(RankDied, match="SIGKILL after 1 restarts without a new checkpoint"):
             keep_running(die_unless, 2, [2], *arguments)
+
+
+def test_keep_running_explains_kills_before_the_first_step() -> None:
+    with pytest.raises(RankDied, match=r"rank 1 was killed by SIGKILL before the first step, most likely .* memory"):
+        keep_running(die_unless, 2, [1], Stop(), 60.0, 3, int, pytest.fail)
 
 
 def test_keep_running_does_not_restart_while_stopping() -> None:

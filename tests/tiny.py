@@ -9,7 +9,8 @@ import torch
 
 from cuboid.run.launch import World
 from cuboid.train.config import TrainConfig, load
-from cuboid.train.loop import Trainer, on_cuboid, on_one_device
+from cuboid.train.layout import on_cuboid, on_one_device
+from cuboid.train.loop import Trainer
 
 Curve = list[tuple[float, float]]
 

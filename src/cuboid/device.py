@@ -2,6 +2,8 @@
 
 import os
 import resource
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -60,6 +62,46 @@ def usable_memory(device: torch.device, sharers: int) -> float:
     if is_gpu(device):
         return 0.95 * torch.cuda.mem_get_info(device)[1]
     return 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharers
+
+
+def free_memory(device: torch.device | None = None) -> float:
+    """Bytes that are free: of a GPU, or of this host for processes to come, swap included, within the limits of the
+    control groups that this process is in."""
+    if device is not None and is_gpu(device):
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    sizes = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    host = sizes["MemAvailable"] + sizes["SwapFree"]
+    return float(min([host, *_left_by_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
+
+
+def _left_by_groups(mine: Path, root: Path) -> Iterator[int]:
+    """Of each control group with a limit, version 1 or 2: what it leaves, given that cached files make room."""
+    try:
+        groups = [line.split(":", 2) for line in mine.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in groups:
+        if controllers not in ("", "memory"):
+            continue
+        top = root / controllers
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        inner = top / path.lstrip("/")
+        for group in [inner, *inner.parents]:
+            try:
+                limit, used = ((group / name).read_text().strip() for name in files)
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # the root has none, or the group is not visible from here
+                limit, used, stat = "max", "0", {}
+            prefix = "total_" if controllers else ""  # with those of groups inside
+            cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+            if limit != "max":
+                yield max(int(limit) - int(used) + cached, 0)
+            if group == top:
+                break
 
 
 class Stamps:

@@ -17,7 +17,8 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
-from cuboid.model.nn import declared
+from cuboid.model.freeze import Trained
+from cuboid.model.nn import declared, evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.plan.cost import Cost
@@ -56,18 +57,21 @@ class Case:
     recompute: Recompute = "none"
     seed: int = 0
     schedule: Schedule = PREFETCH
+    freeze: str = ""  # a pattern of the parameters that are not trained
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
         self.config.check(self.cuboid, self.batch, self.seq)
+        if Trained(self.config, self.freeze).nothing:
+            raise ValueError(f"freeze={self.freeze!r} leaves nothing to train; freeze less")
 
     def cost(self, rank: int) -> Cost:
         storage, compute, _ = DTYPES[self.dtype]
         sizes = storage.itemsize, (compute or storage).itemsize
         at = self.cuboid.coordinates(rank)
         settings = self.policy, self.recompute, *sizes, self.schedule
-        return step_cost(self.config, self.cuboid, at, self.batch, self.seq, *settings)
+        return step_cost(self.config, self.cuboid, at, self.batch, self.seq, *settings, freeze=self.freeze)
 
 
 @dataclass
@@ -119,8 +123,8 @@ class Measured:
         """In the order of `QUANTITIES`."""
         matrices = sum(p.nbytes for p in self.model.parameters() if p.dim() > 1)
         vectors = sum(p.nbytes for p in self.model.parameters() if p.dim() == 1)
-        parameters = matrices + vectors
-        at_rest, peak = 4 * parameters + self.saved, self.memory.peak + 2 * parameters
+        trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        at_rest, peak = matrices + vectors + 3 * trained + self.saved, self.memory.peak + 2 * trained
         return [matrices, vectors, self.flops, self.saved, at_rest, peak]
 
 
@@ -159,11 +163,13 @@ def measure(case: Case, parallel: Parallel, expected: int | None = None) -> Meas
     storage, _, _ = DTYPES[case.dtype]
     model = Transformer(parallel, case.seed, storage, case.recompute)
     unsettle(model, case.seed)
+    model.freeze(case.freeze)
     place = parallel.place(case.batch, case.seq)
     device = parallel.mesh.device
     tokens, targets = (whole.to(device) for whole in batch_of(case))
     tokens, targets = place.take(tokens, 0), place.take(targets, case.loss.ignore_index)
-    logits = model.logits(tokens, place)
+    with evaluating(model):
+        logits = model.logits(tokens, place)
     with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
         loss = model(tokens, targets, place, case.loss, dropout=case.seed)
         saved = saved_bytes(memory, loss, expected)
@@ -211,7 +217,9 @@ def compare(report: Report, case: Case, mesh: Mesh, mine: Measured, whole: Measu
     pieces = gather_pieces(gradients, mesh.world)
     if whole is None:
         return
-    for name, _, d in declared(mine.model):
+    for name, parameter, d in declared(mine.model):
+        if not parameter.requires_grad:
+            continue
         shapes = [d.spec.local_shape(case.cuboid, case.cuboid.coordinates(rank)) for rank in range(case.cuboid.ranks)]
         mine_of_each = [
             piece[: torch.Size(shape).numel()].view(shape) for piece, shape in zip(pieces, shapes, strict=True)
@@ -261,7 +269,7 @@ def check_balance(report: Report, mesh: Mesh, mine: Measured, whole: Measured | 
     predicted = torch.tensor([[c.matrices, c.vectors, c.flops, c.saved] for c in costs], dtype=torch.float64)
     matrices, vectors, flops, saved, at_rest, peak = whole.quantities
     block, data = mesh.cuboid.block, mesh.cuboid.data
-    kept = 4 * (matrices + vectors)  # each replica has all of it, and its part of the rest
+    kept = at_rest - saved  # each replica has all of it, and its part of the rest
     shares = (
         matrices / block,
         vectors / block,

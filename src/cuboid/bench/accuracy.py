@@ -19,7 +19,8 @@ from cuboid.model.parallel import Parallel
 from cuboid.run.launch import Pool, World
 from cuboid.train.compare import furthest
 from cuboid.train.config import TrainConfig, load
-from cuboid.train.loop import Trainer, on_one_device
+from cuboid.train.layout import on_one_device
+from cuboid.train.loop import Trainer
 from cuboid.train.plot import plot_curves
 from cuboid.train.progress import Progress
 

@@ -21,6 +21,7 @@ from cuboid.train import checkpoint
 from cuboid.train.config import load
 from cuboid.train.loop import corpus_of
 from cuboid.train.origin import Origin
+from cuboid.train.preflight import check_weights
 
 
 def eval_(
@@ -52,6 +53,7 @@ def eval_(
     seq = seq or min(1024, origin.config.longest)
     origin.config.check(shape, batch, seq)
     tokens = tokens_of(origin, text, max_bad) if text else held_out(origin)
+    check_weights(origin.config, shape)
     found = launch(eval_on_rank, shape.ranks, [origin, tokens, seq, batch, dtype, shape, as_json])[0]
     if found is None:
         return

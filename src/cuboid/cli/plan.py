@@ -60,6 +60,9 @@ def plan(
     kv_heads: Annotated[int, typer.Option(min=0)] = 0,
     ffn: Annotated[int, typer.Option(min=0)] = 0,
     vocab: Annotated[int, typer.Option(min=0)] = 0,
+    freeze: Annotated[
+        str, typer.Option(help="A pattern of the parameters that are not trained; a TOML's or run's if left out.")
+    ] = "",
     explain: Annotated[str, typer.Option(metavar="DATA,X,Y,Z", help="All about one cuboid.")] = "",
     top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 10,
     dry: Annotated[bool, typer.Option("--dry-run", help="Run the model's code of one rank and count.")] = False,
@@ -94,14 +97,14 @@ def plan(
     if run is not None:
         devices, batch = devices or run.cuboid_shape().ranks, batch or run.data.batch
         seq, micro_batches = run.data.seq, micro_batches or run.data.micro_batches
-        precision = precision or run.precision.dtype
+        precision, freeze = precision or run.precision.dtype, freeze or run.model.freeze
     devices, batch, micro_batches, precision = devices or 8, batch or 64, micro_batches or 1, precision or "bf16"
     base = run.model_config(vocab_of(run.data)) if run is not None else load_model(model) if model else None
     config = chosen_model(base, family, layers, hidden, heads, kv_heads, ffn, vocab, seq)
     if batch % micro_batches:
         raise ValueError(f"--batch {batch} cannot be cut into --micro-batches {micro_batches}; use a divisor of it")
     length = seq or min(config.context, 4096)
-    work = Work(config, batch // micro_batches, length, precision, micro_batches)
+    work = Work(config, batch // micro_batches, length, precision, micro_batches, freeze)
     only = parse(explain, devices) if explain else None
     if plot is not None:
         make_folder(plot)

@@ -13,6 +13,7 @@ from cuboid.model.generate import Sampling, check_prompt, generate
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import World, launch
 from cuboid.train.origin import Origin
+from cuboid.train.preflight import check_weights
 
 
 def sample(
@@ -32,6 +33,7 @@ def sample(
     check_prompt(origin.config, ids)
     if (room := origin.config.longest - len(ids)) < tokens:
         warn(f"the model's context of {origin.config.longest} tokens has room for {room} more, not {tokens}")
+    check_weights(origin.config, shape)
     launch(sample_on_rank, shape.ranks, [origin, shape, ids, tokens, sampling])
 
 
@@ -42,6 +44,7 @@ def sample_on_rank(
     mesh, tokenizer = Mesh(cuboid, world.rank, world.device), origin.tokenizer()
     model = Transformer(CuboidParallel(origin.config, mesh), None)
     origin.load(model)
+    model.eval()
     ids, shown = list(prompt), ""
     for token in generate(model, prompt, count, sampling, tokenizer.vocab):
         ids.append(token)

@@ -12,19 +12,22 @@ import typer
 from rich.console import Console
 
 from cuboid.cli.say import warn
+from cuboid.device import any_gpu
 from cuboid.emulate.slow_motion import SlowMotion, parse
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.cluster import can_make_hosts
-from cuboid.run.launch import TIMEOUT, is_first, launch, under_torchrun
+from cuboid.run.launch import TIMEOUT, is_first, is_first_of_host, launch, under_torchrun
 from cuboid.run.restart import keep_running
 from cuboid.run.stop import Stop
 from cuboid.train import checkpoint
 from cuboid.train.auto import for_ranks, planned
 from cuboid.train.begin import check_folder
-from cuboid.train.config import TrainConfig, load
+from cuboid.train.config import TrainConfig, load, missing
 from cuboid.train.keys import toml
 from cuboid.train.loop import Outcome
 from cuboid.train.loop import train as train_on_rank
+from cuboid.train.preflight import check as check_host
+from cuboid.train.preflight import crowd
 from cuboid.train.progress import duration
 from cuboid.train.rehearse import Rehearsed, rehearse
 from cuboid.train.run import fresh_path
@@ -55,6 +58,7 @@ def train(
             min=0,
         ),
     ] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Go on where the run is planned not to fit.")] = False,
     emulate: Annotated[
         str,
         typer.Option(
@@ -81,6 +85,8 @@ def train(
             config, overrides = run / "config.toml", own + overrides
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
     chosen.check()
+    if not cuboid and is_first() and (said := half_given(chosen, config, overrides)):
+        Console(highlight=False, soft_wrap=True).print(said, markup=False)
     if emulate:
         if resume is not None or trace or under_torchrun():
             raise ValueError(
@@ -94,7 +100,8 @@ def train(
         check_folder(chosen, folder, start)
     stop, ranks = Stop(), chosen.cuboid_shape().ranks
     timeout = 2 * chosen.watch.timeout or TIMEOUT  # the watch strikes first, and says more
-    args = [chosen, folder, start, trace]
+    look_ahead(chosen, ranks, force)
+    args = [chosen, folder, start, trace, force]
     with stop.listening():
         if under_torchrun():  # its agent starts them again
             outcome = launch(train_on_rank, ranks, args, stop, timeout)[0]
@@ -123,6 +130,37 @@ def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
     if why and is_first():
         Console(highlight=False, soft_wrap=True).print(f"plan    {why}", markup=False)
     return config
+
+
+def half_given(config: TrainConfig, file: Path | None, overrides: list[str]) -> str:
+    """What to say if the command line gives some axes of the cuboid and nobody the others."""
+    axes, names = ("x", "y", "z"), [change.partition("=")[0].strip() for change in overrides]
+    given = [axis for axis in axes if f"cuboid.{axis}" in names]
+    left = [name for name in missing(file, [f"cuboid.{axis}" for axis in axes]) if name not in names]
+    if not given or not left:
+        return ""
+    k = config.cuboid_shape()
+    sizes = {axis: getattr(k, axis) for axis in axes}
+    alone = ",".join(str(sizes[axis] if axis in given else 1) for axis in axes)
+    defaults = " and ".join(f"{name[-1]}={sizes[name[-1]]}" for name in left)
+    typed = ", ".join(f"{axis}={sizes[axis]}" for axis in given)
+    return f"cuboid  {typed} as given, {defaults} by default: {k}, {k.ranks} ranks; --cuboid {alone} gives all three"
+
+
+def look_ahead(config: TrainConfig, ranks: int, force: bool) -> None:
+    """What can be known of this host before ranks start: whether they fit, and have cores of their own. GPUs are for
+    the ranks to look at: a process that has does not fork well."""
+    if any_gpu() or not is_first_of_host():
+        return
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
+    if crowded := crowd(local):
+        warn(crowded)
+    try:
+        check_host(config, local)
+    except ValueError as error:
+        if not force:
+            raise
+        warn(str(error))
 
 
 def show_rehearsal(config: TrainConfig, slow: SlowMotion) -> None:

@@ -53,6 +53,7 @@ def verify(
     prefetch: Annotated[bool, typer.Option(help="Gather the next layer's weights while this one computes.")] = True,
     parts: Annotated[int, typer.Option(help="Parts of a batch in step.", min=1)] = 1,
     chunks: Annotated[int, typer.Option(help="Chunks of a product's tokens.", min=1)] = 1,
+    freeze: Annotated[str, typer.Option(help="A pattern of the parameters that are not trained.")] = "",
     label_smoothing: Annotated[float, typer.Option()] = 0.0,
     z_loss: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
@@ -79,7 +80,7 @@ def verify(
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     loss = Loss(label_smoothing=label_smoothing, z_loss=z_loss)
     schedule = Schedule(prefetch, parts, chunks)
-    case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed, schedule)  # type: ignore[arg-type]
+    case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed, schedule, freeze)  # type: ignore[arg-type]
     console = Console(stderr=as_json)
     if steps:
         compare_curves(console, case, steps, plot, as_json)
@@ -156,7 +157,7 @@ def training(case: Case, steps: int) -> TrainConfig:
     return replace(
         default,
         seed=case.seed,
-        model=replace(default.model, **{name: getattr(c, name) for name in names}),
+        model=replace(default.model, freeze=case.freeze, **{name: getattr(c, name) for name in names}),
         cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order),
         data=replace(default.data, seq=case.seq, batch=case.batch),
         schedule=replace(default.schedule, steps=steps, warmup=min(steps, default.schedule.warmup)),

@@ -37,6 +37,7 @@ class HeadLoss:
     kind: Kind = "all_gather"
 
     takes, gives = "residual", "loss"
+    spares_dX = True  # where it is a stage by itself and the lowest that is trained
 
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
         mesh, (s, b) = self.mesh, at.targets.shape
@@ -52,7 +53,7 @@ class HeadLoss:
         dX = self._rows(X, w, at, sums, dW)
         del flight, X, dW, w
         if dX is None:
-            return sums, None
+            return sums, Back(_ends) if at.train else None
         flight = COLLECTIVES[TRANSPOSE[self.kind]](dX, mesh.y)
         del dX
         yield Pause(sent, axis=mesh.y.name)
@@ -68,11 +69,11 @@ class HeadLoss:
         return sums, Back(run)
 
     def _rows(self, X: Tensor, w: Gathered, at: Any, sums: Tensor, dW: Tensor | None) -> Tensor | None:
-        """dX [s, b, d/z]; losses and dW are added to `sums` and `dW`."""
+        """dX [s, b, d/z], if it is needed; losses and dW are added to `sums` and `dW`."""
         mesh, W, loss, (s, b) = self.mesh, w[self.weight], at.loss or Loss(), at.targets.shape
         start, _ = cut(self.vocab, mesh.y.size, mesh.y.index)
         chunk = chunk_rows(s, mesh.z.size, b * ceil_div(self.vocab, mesh.y.size), self.elements)
-        dX = torch.empty_like(X) if at.train else None
+        dX = torch.empty_like(X) if at.train and not at.lowest else None
         w.shrunk = shrinkage(X.dtype, s * b)
         for top in range(0, s, chunk):
             rows = slice(top, top + chunk)
@@ -82,13 +83,20 @@ class HeadLoss:
             parts = all_gather(loss.parts(logits, mine, start)[None], mesh.y).wait()
             total, counted, lse = loss.merge(parts, mine, self.vocab)
             sums += torch.stack((total, counted.to(sums.dtype)))
-            if dX is not None:
+            if at.train:
                 dlogits = loss.gradient(logits, mine, start, lse, self.vocab)
                 dlogits = all_gather(dlogits.to(X.dtype), mesh.z).wait()
-                mm(dlogits, W, dX[rows].flatten(0, 1), add=False)  # (2)
+                if dX is not None:
+                    mm(dlogits, W, dX[rows].flatten(0, 1), add=False)  # (2)
                 if dW is not None:
                     mm(dlogits.T, X_m if w.shrunk == 1 else X_m * w.shrunk, dW, add=True)  # (3)
         return dX
+
+
+def _ends(scale: Tensor, w: Gathered, before: Ahead) -> Steps:
+    """Backward, where nothing before the head is trained."""
+    return None
+    yield
 
 
 def shrinkage(dtype: torch.dtype, rows: int) -> float:

@@ -51,7 +51,7 @@ class Normalise:
         del flight, w
 
         def run(dy: Tensor, w: Gathered, before: Ahead) -> Steps:
-            g, x_hat, sums, *dw = self.fuse(backward_sums)(dy, x, stats, w[self.weight], n)
+            g, x_hat, sums, *dw = self.fuse(backward_sums)(dy, x, stats, w[self.weight], n, self._trained)
             flight = all_reduce(sums, self.z)
             self._add(w, dw)
             del dy, dw, sums, w
@@ -67,15 +67,20 @@ class Normalise:
 
         def run(dy: Tensor, w: Gathered, before: Ahead) -> Steps:
             backward, weights = torch.ops.aten.native_layer_norm_backward, (w[p] for p in self._parameters)
-            dx, *dw = backward(dy.contiguous(), x, shape, mean, r, *weights, [True] * 3)
-            self._add(w, dw)
+            dx, *dw = backward(dy.contiguous(), x, shape, mean, r, *weights, [True, *self._trained])
+            self._add(w, [each for each in dw if each is not None])
             return dx
             yield
 
         return y, Back(run) if at.train else None
 
+    @property
+    def _trained(self) -> list[bool]:
+        return [p.requires_grad for p in self._parameters]
+
     def _add(self, w: Gathered, gradients: Sequence[Tensor]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        """Of those that are trained."""
+        for parameter, gradient in zip([p for p in self._parameters if p.requires_grad], gradients, strict=True):
             w.add(parameter, gradient)
 
 
@@ -110,13 +115,16 @@ def scaled(x: Tensor, stats: Tensor, w: Tensor, b: Tensor | None = None) -> Tens
     return (x_hat * w if b is None else torch.addcmul(b, x_hat, w)).to(x.dtype)
 
 
-def backward_sums(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, n: int) -> tuple[Tensor, ...]:
-    """g and x̂; this part of the row sums, mean(g) (LayerNorm) and mean(g x̂); dw, and db (LayerNorm)."""
+def backward_sums(
+    dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, n: int, trained: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """g and x̂; this part of the row sums, mean(g) (LayerNorm) and mean(g x̂); dw, and db (LayerNorm), if trained."""
     x_hat = normalised(x, stats)
     dy, w = dy.to(x_hat.dtype), w.to(x_hat.dtype)
     products = (dy, dy * x_hat) if len(stats) == 2 else (dy * x_hat,)
     sums = torch.stack([each @ w for each in products]) / n
-    return dy * w, x_hat, sums, *[each.sum((0, 1)) for each in reversed(products)]
+    of_weights = [each.sum((0, 1)) for each, wanted in zip(reversed(products), trained, strict=True) if wanted]
+    return dy * w, x_hat, sums, *of_weights
 
 
 def gradient(g: Tensor, x_hat: Tensor, r: Tensor, sums: Tensor) -> Tensor:

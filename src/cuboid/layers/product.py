@@ -152,6 +152,16 @@ class Product:
         X, Y = (m * size * itemsize * (1 - 1 / axis.size) for size, axis in ((k, self.n), (n, self.k)))
         return X, Y, 2 * m * k * n
 
+    @property
+    def trains(self) -> bool:
+        return any(p is not None and p.requires_grad for weight, bias, _ in self.linears for p in (weight, bias))
+
+    @property
+    def trained_share(self) -> float:
+        """Of the weights' elements: those that (3) is for. INVARIANT: the same on all ranks."""
+        sizes = [(linear.shape[0], linear.weight.requires_grad) for linear in self.linears]
+        return sum(n for n, trained in sizes if trained) / sum(n for n, _ in sizes)
+
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
         s, b = X_s.shape[0] * (1 if self.heads else self.n.size), X_s.shape[1]
         chunks = chunk_count(s, self.k.size, self.n.size, self.chunks)
@@ -159,17 +169,17 @@ class Product:
         Xs, gather = self.X.gather(X_s, chunks), partial(self.X.gather, X_s, chunks)
         del X_s
         yield Pause(X_bytes, flops, self.n.name)
-        kept, Ys = list[Flight](), list[list[Flight]]()
+        kept, Ys, trained = list[Flight](), list[list[Flight]](), at.train and self.trained_share > 0
         while Xs:
             X = Xs.pop(0).wait()
             Ys.append([out.multiply(self.X.stack(X), w) for out in self.outs])  # (1)
-            if self.retain:
+            if self.retain and trained:
                 kept.append(landed(X))
             del X
         rest = [(out, out.bias(w), out.widths(w)) for out in self.outs]
         back = None
         if at.train:
-            kept_or_sent = (partial(list, kept), 0.0) if self.retain else (gather, X_bytes)
+            kept_or_sent = (gather, X_bytes) if trained and not self.retain else (partial(list, kept), 0.0)
             again = Again(*kept_or_sent, self.n.name)
             del kept_or_sent
             back = Back(partial(self.run, again, (X_bytes, Y_bytes, flops), b, chunks), again.launch)
@@ -190,7 +200,8 @@ class Product:
         dYs = dYs if len(self.linears) > 1 else (dYs,)
         flights = [out.gather(side_by_side([dYs[i] for i in out.places]), chunks) for out in self.outs]
         del dYs
-        yield Pause(Y_bytes, flops if w.late else 2 * flops, self.k.name, again.launch())
+        made = flops * self.trained_share
+        yield Pause(Y_bytes, flops if w.late else flops + made, self.k.name, again.launch())
         Ws = [weight_of(group, w) for group in self.groups]
         dX_flights, dY_mn = list[Flight](), list[list[Tensor]]()
         while flights[0]:
@@ -205,19 +216,19 @@ class Product:
             del dX_mk, dY
         aside = before()
         del Ws
-        later = w.make(partial(self.weight_gradients, again.flights, dY_mn, w), flops)  # (3)
+        later = w.make(partial(self.weight_gradients, again.flights, dY_mn, w), made) if self.trains else None  # (3)
         del dY_mn, w
         yield Pause(X_bytes, 0.0, self.n.name, aside, later)
         return self.X.land(dX_flights, b)
 
     def weight_gradients(self, Xs: list[Flight], dYs: list[list[Tensor]], w: Gathered) -> None:
-        while Xs:
-            X_mk = self.X.stack(Xs.pop(0).wait())
+        while dYs:
+            X_mk = self.X.stack(Xs.pop(0).wait()) if Xs else None  # needed by no frozen weight
             for dY_n, group in zip(dYs.pop(0), self.groups, strict=True):
                 for linears, dY in _trained(group, dY_n, w):
                     weights = [linear.weight for linear in linears if linear.weight.requires_grad]
                     biases = [each.bias for each in linears if each.bias is not None and each.bias.requires_grad]
-                    if weights:
+                    if weights and X_mk is not None:
                         weight_gradient(dY, X_mk, *w.gradient(weights))
                     if biases:
                         add_up(dY, *w.gradient(biases))  # dY is whole over k, so db needs no sum over k

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cuboid.data.samples import PADDED_TARGET
 from cuboid.data.tokens import Tokens
+from cuboid.model.nn import evaluating
 from cuboid.model.transformer import Transformer
 
 
@@ -41,14 +42,16 @@ def windows(tokens: Tokens, seq: int, batch: int) -> Iterator[tuple[Tensor, Tens
 def evaluate(
     model: Transformer, tokens: Tokens, seq: int, batch: int, progress: Callable[[int], object] = lambda count: None
 ) -> Evaluation:
-    """The mean loss of all tokens but the first. Every rank calls it. `progress` is told how many further are done."""
+    """The mean loss of all tokens but the first, without dropout. Every rank calls it. `progress` is told how many
+    further are done."""
     if len(tokens) < 2:
         raise ValueError(f"{len(tokens)} tokens leave nothing to predict; give more text")
     place, device = model.parallel.place(batch, seq), model.parallel.mesh.device
     total, done = 0.0, 0
     for inputs, targets, count in windows(tokens, seq, batch):
         mine = place.take(inputs.to(device), 0), place.take(targets.to(device), PADDED_TARGET)
-        total += count * float(model(*mine, place))
+        with evaluating(model):
+            total += count * float(model(*mine, place))
         done += count
         progress(count)
     return Evaluation(done, total / done)

@@ -3,6 +3,8 @@ parameters, and are layers themselves (step/op.py). To write a model of your own
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Place
+from cuboid.model.freeze import matching
 from cuboid.model.parallel import Parallel, Role
 from cuboid.step.op import Layer, Local, chain, fit, recomputed, residual
 from cuboid.step.runner import At, Runner, Stage
@@ -199,8 +202,11 @@ class Model(nn.Module):
     def __init__(self, parallel: Parallel) -> None:
         super().__init__()
         self.parallel = parallel
+        self.dropout_state: Tensor
         self._buckets: dict[nn.Module, Bucket] = {}
         self._replicated: dict[int, list[nn.Parameter]] = {}  # parameters by the number of ranks that hold each
+        # its seed, and how many forwards have had it: saved with the weights, so that a loop resumes with the next
+        self.register_buffer("dropout_state", torch.zeros(2, dtype=torch.int64), bool(parallel.config.dropout))
 
     def stages(self) -> Sequence[Stage]:
         """In the order of forward."""
@@ -217,9 +223,17 @@ class Model(nn.Module):
             self._buckets[module] = Bucket({p: d.spec for _, p, d in declared(module)}, mesh, self.parallel.dtype)
         if seed is not None:
             initialise(self, seed)
+            self.dropout_seed = seed
         for _, parameter, d in declared(self):
             self._replicated.setdefault(d.spec.copies(mesh.cuboid), []).append(parameter)
         self.runner = self.runner_of(stages)
+
+    def freeze(self, pattern: str) -> None:
+        """Train no parameter whose name the regular expression `pattern` is found in ("embed|blocks.0"), as
+        `requires_grad_(False)` of these would. Raises if it is found in none."""
+        parameters = {name: parameter for name, parameter, _ in declared(self)}
+        for name in matching(pattern, list(parameters)):
+            parameters[name].requires_grad_(False)
 
     def _check(self, stages: Sequence[Stage]) -> None:
         if not stages:
@@ -252,9 +266,29 @@ class Model(nn.Module):
         self, inputs: Tensor, targets: Tensor, place: Place, loss: Any = None, dropout: int | None = None
     ) -> Tensor:
         """The loss of a batch, the mean over all ranks. Inputs and targets are this rank's part of the batch, taken by
-        `place.take` (token ids) or `place.take_features`. `loss` has options of the loss, `dropout` is the seed of this
-        batch's dropout; None is none."""
-        return self.runner(inputs, At(place, targets, loss, dropout))
+        `place.take` (token ids) or `place.take_features`. `loss` has options of the loss. In training mode dropout has
+        the seed `dropout`, or that of the next forward; `eval()` turns it off."""
+        return self.runner(inputs, At(place, targets, loss, self._dropout(dropout)))
+
+    @property
+    def dropout_seed(self) -> int:
+        """What dropout is drawn by, with the number of the forward: the seed of the first values unless set. Setting it
+        begins with the first forward."""
+        return int(self.dropout_state[0])
+
+    @dropout_seed.setter
+    def dropout_seed(self, seed: int) -> None:
+        self.dropout_state.copy_(torch.tensor([seed, 0]))
+
+    def _dropout(self, seed: int | None) -> int | None:
+        """The seed of one forward, the same on every cuboid; None: no dropout."""
+        if not self.training or not self.parallel.config.dropout:
+            return None
+        if seed is None:
+            own, forwards = self.dropout_state.tolist()
+            seed = key_of(own, f"dropout.{forwards}")
+            self.dropout_state[1] += 1
+        return seed
 
     def play(
         self, batches: Sequence[tuple[Tensor, At]], order: Order | None = None, scale: float = 1.0
@@ -262,6 +296,7 @@ class Model(nn.Module):
         """Forward and backward of several micro-batches, in an order (step/schedule.py) or as the schedule says; their
         losses. The gradient of `scale` times the mean of the losses is added to the parameters', as `backward()` does,
         and summed over replicas once."""
+        batches = [(inputs, replace(at, seed=self._dropout(at.seed))) for inputs, at in batches]
         return self.runner.play(batches, order or self.parallel.schedule.order(len(batches)), scale)
 
     @torch.no_grad()
@@ -293,6 +328,17 @@ class Model(nn.Module):
             found[name] = nn.Parameter(d.spec.dtensor(parameter.detach(), self.parallel.mesh))
             parameter.register_post_accumulate_grad_hook(_handing_to(found[name], d.spec, self.parallel.mesh))
         return found
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In eval mode; afterwards in the mode it was in."""
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)
 
 
 def _row_norms(x: Tensor) -> Tensor:

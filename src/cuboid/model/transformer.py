@@ -64,8 +64,13 @@ class Transformer(Model):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, place: Place, caches: dict[Any, Any] | None = None) -> Tensor:
-        """This rank's part of the logits, [s, b, v] at `place.logits`. `caches`, empty at first, remembers keys and
-        values from call to call."""
+        """This rank's part of the logits, [s, b, v] at `place.logits`, without dropout. `caches`, empty at first,
+        remembers keys and values from call to call."""
+        if self.training and self.config.dropout:
+            raise ValueError(
+                f"logits have no dropout, and the model is in training mode with dropout={self.config.dropout}; call "
+                "model.eval() first"
+            )
         task, _ = self._to_logits.outputs(tokens, At(place, train=False, caches=caches), clock := Clock())
         (found,) = interleave([task], clock)
         return torch.cat(found, 1)

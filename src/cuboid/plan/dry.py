@@ -64,8 +64,10 @@ def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: 
 def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
     mesh = Mesh(cuboid, world.rank)
     with FakeTensorMode():
-        parallel = CuboidParallel(work.config, mesh, choice.policy, COMPUTE[work.precision], choice.schedule)
+        config = work.config.replace(dropout=0.0)  # whose seed would be read, and shapes have no values
+        parallel = CuboidParallel(config, mesh, choice.policy, COMPUTE[work.precision], choice.schedule)
         model = Transformer(parallel, recompute=choice.recompute)
+        model.freeze(work.freeze)
         place = parallel.place(work.batch, work.seq)
         ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
         at = At(place, ids)
@@ -79,9 +81,10 @@ def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
         mesh.ledger.reset()
         with count_flops() as flops:
             model(ids, ids, place).backward()
-        parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+        sizes = {p: p.numel() * p.element_size() for p in model.parameters()}
+    moments = 2 * sum(size for p, size in sizes.items() if p.requires_grad)
     total = flops.get_total_flops()
-    return Counted(mesh.ledger.counts(), total, parameters, saved, memory.peak + 2 * parameters)
+    return Counted(mesh.ledger.counts(), total, sum(sizes.values()), saved, memory.peak + moments)
 
 
 def compare(counted: Counted, plan: Plan, work: Work) -> list[Comparison]:

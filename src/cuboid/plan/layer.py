@@ -4,7 +4,7 @@ A block is a generator that yields between launching a collective and needing it
 reverse. Elementwise operations are counted as PyTorch runs them one by one: reads plus writes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from cuboid.comm.flight import Pause, Steps, run
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
+from cuboid.model.freeze import Trained
 from cuboid.model.transformer import Recompute
 from cuboid.plan.shared import tape_of
 from cuboid.plan.sizes import Sizes, added
@@ -47,10 +48,13 @@ class Work:
     seq: int
     precision: str = "bf16"
     micro_batches: int = 1  # in a step, each of `batch` sequences
+    freeze: str = ""  # a pattern of the parameters that are not trained
 
     def __post_init__(self) -> None:
         if self.precision not in ITEMSIZE:
             raise ValueError(f"precision {self.precision!r} is not one of {', '.join(ITEMSIZE)}")
+        if Trained(self.config, self.freeze).nothing:
+            raise ValueError(f"freeze={self.freeze!r} leaves nothing to train; freeze less")
 
     @property
     def tokens(self) -> int:
@@ -59,14 +63,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Outputs that travel in one reduce-scatter."""
+    """Outputs that travel in one reduce-scatter, by the names of their linears."""
 
-    ns: Sequence[Array]
+    ns: Mapping[str, Array]
     blocks: Array | int = 1  # pieces that a product is written in
 
     @property
     def n(self) -> Array:
-        return added(self.ns)
+        return added(self.ns.values())
 
 
 class TimedLayer:
@@ -80,6 +84,8 @@ class TimedLayer:
         self.retain = choice.policy.activations == "retain"
         self.b, self.m = sizes.b, sizes.m
         self.saving = True
+        self.trained = Trained(work.config, work.freeze)
+        self.of_block = self.trained.block(0)  # what is trained of the layer at hand
 
     def rows(self) -> Array:
         """Of the residual stream."""
@@ -91,10 +97,16 @@ class TimedLayer:
 
     # Products
 
+    def trains(self, outs: Sequence[Outputs]) -> bool:
+        """Whether any of their weights is trained: then X is needed again."""
+        return any(f"{name}.weight" in self.of_block for out in outs for name in out.ns)
+
     def multiply(self, out: Outputs, k: Array, k_blocks: Array | int, equation: int) -> None:
         """(1), (2) or (3) of product.py for each weight of an output, in blocks of n and k as it is run."""
         m, k_i = self.m, k / k_blocks
-        for n in out.ns:
+        for name, n in out.ns.items():
+            if equation == 3 and f"{name}.weight" not in self.of_block:
+                continue
             n_j = n / out.blocks
             sides = {1: (m, n_j, k_i), 2: (m, k_i, n_j), 3: (n_j, k_i, m)}[equation]
             seconds = out.blocks * k_blocks * self.tape.prices.product(*sides)
@@ -106,7 +118,8 @@ class TimedLayer:
         X = t.launch(n_axis, "all_gather", self.m * k)
         yield Pause()
         t.wait(X)
-        self.save(self.m * k * self.e // (1 if self.retain else self.sizes.axes[n_axis]))
+        if self.trains(outs):
+            self.save(self.m * k * self.e // (1 if self.retain else self.sizes.axes[n_axis]))
         Ys = []
         for out in outs:
             self.multiply(out, k, k_blocks, 1)
@@ -129,7 +142,7 @@ class TimedLayer:
         """Its X may be on its way already; returns that of the product `before` it, which has begun to be."""
         t, ahead = self.tape, None
         dYs = [t.launch(k_axis, "all_gather", self.m * out.n) for out in outs]
-        if X is None and not self.retain:
+        if X is None and not self.retain and self.trains(outs):
             X = t.launch(n_axis, "all_gather", self.m * k)
         yield Pause()
         for dY in dYs:
@@ -138,8 +151,8 @@ class TimedLayer:
             self.multiply(out, k, k_blocks, 2)
         dX = t.launch(n_axis, "reduce_scatter", self.m * k)
         if before is not None and not self.retain:
-            k_before, _, _, n_before, *_ = before()
-            ahead = t.launch(n_before, "all_gather", self.m * k_before)
+            k_before, outs_before, _, n_before, *_ = before()
+            ahead = t.launch(n_before, "all_gather", self.m * k_before) if self.trains(outs_before) else None
         if X is not None:
             t.wait(X)
         for out in outs:
@@ -152,19 +165,21 @@ class TimedLayer:
     def qkv(self) -> tuple[Array, list[Outputs], str, str]:
         """All three travel together by heads, or keys and values apart by tokens where they have too few heads."""
         s = self.sizes
-        outs = [Outputs([s.q, *[s.kv * ~s.few] * 2], s.z)]
+        keys = ("attention.k", "attention.v")
+        outs = [Outputs({"attention.q": s.q} | dict.fromkeys(keys, s.kv * ~s.few), s.z)]
         if s.few.any():
-            outs.append(Outputs([s.kv * s.few] * 2))
+            outs.append(Outputs(dict.fromkeys(keys, s.kv * s.few)))
         return s.d, outs, "z", "y"
 
     def up(self) -> tuple[Array, list[Outputs], str, str]:
-        return self.sizes.d, [Outputs([self.sizes.f] * (2 if self.c.gated else 1))], "z", "y"
+        names = ("mlp.gate", "mlp.up") if self.c.gated else ("mlp.up",)
+        return self.sizes.d, [Outputs(dict.fromkeys(names, self.sizes.f))], "z", "y"
 
     def out(self) -> tuple[Array, list[Outputs], str, str, Array]:
-        return self.sizes.q, [Outputs([self.sizes.d])], "y", "z", self.sizes.z
+        return self.sizes.q, [Outputs({"attention.out": self.sizes.d})], "y", "z", self.sizes.z
 
     def down(self) -> tuple[Array, list[Outputs], str, str]:
-        return self.sizes.f, [Outputs([self.sizes.d])], "y", "z"
+        return self.sizes.f, [Outputs({"mlp.down": self.sizes.d})], "y", "z"
 
     # A block
 
@@ -278,7 +293,8 @@ class TimedLayer:
         cut = s.context > 1
         masks = 2 * s.context * (s.s // 2) ** 2  # of the piece that looks back at all others
         saved = outputs + keys * s.context + np.where(cut, outputs + masks, 0)  # outputs before the pieces are joined
-        saved = saved + np.where(~cut & (s.z > 1) & self.retain, outputs, 0)
+        alone = "attention.out.weight" not in self.of_block  # else it is what the next product saves
+        saved = saved + np.where(~cut & (((s.z > 1) & self.retain) | alone), outputs, 0)
         self.save(saved * self.e + m * s.heads * self.wide)
 
     def head_norms(self, queries: Array, keys: Array) -> None:

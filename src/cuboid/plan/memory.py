@@ -12,6 +12,7 @@ what does (saved activations fall, gradients rise) does so evenly, so the fulles
              still on it
     lookup   all gradients are there but the embedding's, which is added up
     table    … and on its way over x
+    forward  of a layer below those that are trained, where there are such: nothing is saved
     data     all gradients are there; the largest bucket's are joined, and their sum over replicas on its way
 
 Of several micro-batches the first leaves its gradients, and those of the others are added to them in place.
@@ -21,8 +22,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.hardware import Hardware
-from cuboid.plan.layer import STORED, Choice, Work
+from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.operands import Operands
 from cuboid.plan.sizes import Sizes, Weight, added
 from cuboid.plan.time import Array
@@ -47,8 +50,8 @@ class Footprint:
 def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array) -> Footprint:
     """`saved` is what a forward leaves for backward, all layers' and the head's."""
     held = _Moments(hw, work, sizes, choice, saved)
-    parameters = sizes.parameters * STORED
-    earlier = parameters if work.micro_batches > 1 else np.zeros_like(parameters)
+    parameters, trained = sizes.parameters * STORED, held.gradients()
+    earlier = trained if work.micro_batches > 1 else np.zeros_like(trained)
     found = [(np.maximum(gradients, earlier), *others) for gradients, *others in held.moments()] + [held.data()]
     if choice.schedule.beside and work.micro_batches > 1:
         earlier = earlier * (work.micro_batches > 2)  # the first backward beside a forward finds none
@@ -57,7 +60,15 @@ def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array)
     gradients, activations, buffers = (
         np.choose(which, [moment[i] for moment in found]).astype(np.int64) for i in range(3)
     )
-    return Footprint(parameters, gradients, 2 * parameters, activations, buffers)
+    return Footprint(parameters, gradients, 2 * trained, activations, buffers)
+
+
+def planned(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice) -> Footprint:
+    """Of the first rank of one cuboid."""
+    sizes, at = Sizes(work.config, [cuboid], hw.node, work.batch, work.seq), cuboid.coordinates(0)
+    settings = choice.policy, choice.recompute, STORED, ITEMSIZE[work.precision], choice.schedule
+    cost = step_cost(work.config, cuboid, at, work.batch, work.seq, *settings, freeze=work.freeze)
+    return memory(hw, work, sizes, choice, np.array([cost.saved]))
 
 
 #: Gradients, activations, buffers.
@@ -67,12 +78,19 @@ Moment = tuple[Array, Array, Array]
 class _Moments(Operands):
     def moments(self) -> list[Moment]:
         layers = [moment for j in self.chosen() for moment in (self.inside(j), self.between(j))]
-        return [self.head(), self.scaled(), *layers, self.lookup(), self.table()]
+        ends = [self.lookup(), self.table()] if self.tables() else []
+        below = [self.forward()] if self.lowest else []
+        return [self.head(), self.scaled(), *layers, *ends, *below]
 
     def chosen(self) -> list[int]:
-        """Layers, counted from the last, among whom the fullest is."""
-        last = self.c.layers
-        return sorted({1, 2, 3, last - 1, last} & set(range(1, last + 1)))
+        """Layers, counted from the last, among whom the fullest is: any, where some are frozen."""
+        last = self.backward
+        every = set(range(1, last + 1))
+        return sorted(every if self.trained.freeze else every & {1, 2, 3, last - 1, last})
+
+    def block(self, j: int) -> frozenset[str]:
+        """What is trained of the j-th last layer."""
+        return self.trained.block(self.c.layers - j)
 
     def both(self) -> list[Moment]:
         """A layer's backward beside the forward of the next micro-batch, at the same pace: that has passed as many
@@ -82,25 +100,34 @@ class _Moments(Operands):
         found = []
         for j in self.chosen():
             gradients, activations, buffers = self.inside(j)
-            passed = min(j + apart, self.c.layers)
+            passed = min(j + apart, self.backward)
             held = self.gathered * (1 + apart) + self.coming * self.choice.schedule.prefetch
             held = np.where(self.kept > 0, self.kept * passed, held) + apart * self.gathered
             buffers = buffers + held + operands * (self.parts + 1) // (2 * self.parts)
             found.append((gradients, activations + (passed + apart * (j > 1)) * self.layer, buffers))
         return found
 
+    def forward(self) -> Moment:
+        """Of a layer below those that are trained: nothing is saved, so that operands are most of it."""
+        s, inner = self.s, self.spread * (2 if self.c.gated else 1)
+        whole = self.narrow * (s.y > 1)
+        launched, landed = whole + self.scattered(s.z, inner), self.landed(s.z, inner)
+        bent = (inner + self.spread * (2 if self.c.gated else 1)) // s.z  # and what the nonlinearity makes of it
+        held = self.gathered + self.coming * self.choice.schedule.prefetch
+        return self.none(), self.none(), held + 2 * self.dX + np.maximum.reduce([launched, landed, bent])
+
     # The head
 
     def head(self) -> Moment:
         s, parts, w = self.s, self.parts, self.s.head_weight
         last = self.gathered * (self.kept == 0) * self.choice.schedule.prefetch
-        held = self.kept * self.c.layers + last + self.behind(MOST_IN_FLIGHT)
-        one, dW = self.narrow // parts, w.n * w.k * self.wide
+        held = self.kept * self.backward + last * (self.backward > 0) + self.behind(MOST_IN_FLIGHT)
+        one, dW = self.narrow // parts, self.trained.head * w.n * w.k * self.wide
         others = (parts - 1) * self.scattered(s.y, one)  # dX of other sub-batches, on its way
         weight = self.padded(w) * self.moved
         inside = weight + dW + 2 * one + others + self.chunk()  # X and dX of this one
         ending = weight + dW + parts * self.scattered(s.y, one)
-        reduced = self.dX + np.maximum(weight + self.launched(w, dW), self.landing(w))
+        reduced = self.dX + self.trained.head * np.maximum(weight + self.launched(w, dW), self.landing(w))
         return self.none(), self.saved - self.head_saved, held + np.maximum.reduce([inside, ending, reduced])
 
     def chunk(self) -> Array:
@@ -135,15 +162,17 @@ class _Moments(Operands):
     def scaled(self) -> Moment:
         """The gradient of the head's weight times dloss; without a tied embedding's it is summed over replicas."""
         copies = np.where((self.s.data > 1) & (not self.c.tied) & (self.micro_batches == 1), 2, 1)
-        held = np.where(self.kept > 0, self.kept * self.c.layers, self.gathered * self.choice.schedule.prefetch)
-        held = held + self.behind(MOST_IN_FLIGHT)
-        return self.none(), self.saved, held + copies * self.s.head_weight.shard * STORED
+        last = self.gathered * self.choice.schedule.prefetch * (self.backward > 0)
+        held = np.where(self.kept > 0, self.kept * self.backward, last) + self.behind(MOST_IN_FLIGHT)
+        return self.none(), self.saved, held + copies * self.head_dW
 
     def behind(self, count: int) -> Array:
         """The last `count` sums over x of the micro-batch before, on their way until others follow them: the tables',
-        and the first layer's where there is one table."""
-        table, *positions = map(self.padded, self.s.tables)
-        return self.apart * (self.micro_batches > 1) * self.way * added([*positions, table, self.whole][:count])
+        and the first layers' where there are fewer."""
+        tables = [self.padded(w) for w, trained in zip(self.s.tables, self.trained.tables(), strict=True) if trained]
+        layers = [self.reduced(self.block(j)) for j in range(self.backward, 0, -1) if self.block(j)]
+        last = added([self.none(), *[*tables[::-1], *layers][:count]])
+        return self.apart * (self.micro_batches > 1) * self.way * last
 
     def none(self) -> Array:
         return np.zeros_like(self.saved)
@@ -152,18 +181,25 @@ class _Moments(Operands):
 
     def remaining(self, j: int) -> tuple[Array, Array]:
         """Gradients there and activations saved while the j-th last layer runs backward."""
-        over = np.where(self.apart, max(j - 1 - MOST_IN_FLIGHT, 0), j - 1)
-        gradients = over * self.shard + self.s.head_weight.shard * STORED
-        return gradients, (self.c.layers - j + 1) * self.layer
+        done = [self.shard(block) for block in map(self.block, range(1, j)) if block]
+        landed = added([self.none(), *done[: max(len(done) - MOST_IN_FLIGHT, 0)]])
+        gradients = np.where(self.apart, landed, added([self.none(), *done])) + self.head_dW
+        return gradients, (self.backward - j + 1) * self.layer
 
     def ahead(self, j: int) -> Array:
         """Weights on the way for the next layer, or kept for all that are left, and gradients of those before."""
-        coming = self.coming * (j < self.c.layers) * self.choice.schedule.prefetch
-        held = np.where(self.kept > 0, self.kept * (self.c.layers - j), coming)
+        coming = self.coming * (j < self.backward) * self.choice.schedule.prefetch
+        held = np.where(self.kept > 0, self.kept * (self.backward - j), coming)
         before = self.behind(1) if j == 1 else 0  # the last norm's are behind those of the table
-        return held + before + self.apart * min(j - 1, MOST_IN_FLIGHT) * self.way * self.whole
+        return held + before + self.apart * self.way * self.flying(j - 1)
+
+    def flying(self, j: int) -> Array:
+        """Gradients on their way once the j-th last layer is done."""
+        done = [self.reduced(block) for block in map(self.block, range(1, j + 1)) if block]
+        return added([self.none(), *done[-MOST_IN_FLIGHT:]])
 
     def inside(self, j: int) -> Moment:
+        self.of_block = self.block(j)
         gradients, activations = self.remaining(j)
         buffers = np.maximum.reduce([self.down(), self.nonlinear(), self.up(), self.first()]) + self.dX
         if self.choice.recompute == "full":
@@ -176,57 +212,63 @@ class _Moments(Operands):
 
     def between(self, j: int) -> Moment:
         """The layer's weights are released before its gradients are packed."""
-        s, made = self.s, self.dW(self.elements)
+        self.of_block = self.block(j)
+        s, made, mine = self.s, self.every_dW(), self.s.trained(self.of_block)
         gradients, activations = self.remaining(j)
-        largest = np.maximum.reduce([w.n * w.k for w in s.block_weights]) * self.e * (self.g > self.e)
-        flying = self.way * self.whole
+        largest = np.maximum.reduce([self.none(), *(w.n * w.k for w in mine)]) * self.e * (self.g > self.e)
+        whole = self.reduced(self.of_block)
+        flying = self.way * whole
         if j > MOST_IN_FLIGHT:  # the first of those on their way lands: what it sent goes, unless part of the sum
-            gone = (s.x > 2) * self.whole
-            flying = flying + np.maximum(self.summed(s.x, self.whole) + 2 * (s.data > 1) * self.shard - gone, 0)
-        packed = np.maximum.reduce([made + largest, self.whole + self.small, flying])
+            gone, shard = (s.x > 2) * whole, self.shard(self.of_block)
+            flying = flying + np.maximum(self.summed(s.x, whole) + 2 * (s.data > 1) * shard - gone, 0)
+        packed = np.maximum.reduce([made + largest, whole + self.packed(mine), flying])
         rest = self.dX
-        if j < self.c.layers and self.regathers and self.choice.recompute != "full":
-            rest = rest + self.spread * (s.z > 1)  # X of the layer before's last product
+        if j < self.backward and self.regathers and self.choice.recompute != "full":
+            down = "mlp.down.weight" in self.block(j + 1)
+            rest = rest + down * self.spread * (s.z > 1)  # X of the layer before's last product
         layer = np.where(self.apart, packed, self.unsplit(made))
         return gradients, activations - self.layer, self.ahead(j) + layer + rest
 
     def unsplit(self, made: Array) -> Array:
         """Where x is 1: widened, and sent on to the replicas; added in place to those of micro-batches before."""
-        sent = 2 * (self.s.data > 1) * self.shard
+        shard = self.shard(self.of_block)
+        sent = 2 * (self.s.data > 1) * shard
         if self.micro_batches > 1:
             return np.maximum(made, sent)
-        return self.shard + np.maximum((self.g < STORED) * made, sent)
+        return shard + np.maximum((self.g < STORED) * made, sent)
 
     # The embedding
 
     def gradients(self) -> Array:
-        return self.s.parameters * STORED
+        return self.s.elements(self.trained) * STORED
+
+    def tables(self) -> list[Weight]:
+        """Those that are trained."""
+        return [w for w, trained in zip(self.s.tables, self.trained.tables(), strict=True) if trained]
 
     def others(self) -> Array:
         """Gradients but the tables' and those on their way; a tied table's of the head is one of them."""
-        tables = sum(w.shard for w in self.s.tables) - self.c.tied * self.s.head_weight.shard
-        return self.gradients() - tables * STORED - self.apart * self.flying * self.shard
-
-    @property
-    def flying(self) -> int:
-        """Layers whose gradients are on their way."""
-        return min(self.c.layers, MOST_IN_FLIGHT)
+        tables = sum(w.shard for w in self.tables()) * STORED - self.c.tied * self.head_dW
+        blocks = [block for block in map(self.block, range(self.backward, 0, -1)) if block]
+        flying = added([self.none(), *map(self.shard, blocks[:MOST_IN_FLIGHT])])
+        return self.gradients() - tables - self.apart * flying
 
     def lookup(self) -> Moment:
         rows = self.m // self.parts * self.s.d * (self.e + self.low * self.wide)
-        tables = sum((w.n + 1) * w.k for w in self.s.tables) * self.wide
-        return self.others(), self.none(), tables + rows + self.apart * self.flying * self.whole * self.way
+        tables = sum((w.n + 1) * w.k for w in self.tables()) * self.wide
+        return self.others(), self.none(), tables + rows + self.apart * self.flying(self.backward) * self.way
 
     def table(self) -> Moment:
         """Launched behind the layers' gradients; learned positions follow it."""
-        table, *positions = self.s.tables
+        table, *positions = self.tables()
         waiting = sum((w.n + 1) * w.k for w in positions) * self.wide
         first = self.launched(table, (table.n + 1) * table.k * self.wide) + waiting
         second = self.way * (self.padded(table) + sum(map(self.padded, positions)))
-        flying = self.flying * self.whole * self.way
+        flying = self.flying(self.backward) * self.way
         return self.others(), self.none(), self.apart * (np.maximum(first, second) + flying)
 
     def data(self) -> Moment:
-        tables = [w.shard for w in (*self.s.tables, self.s.head_weight)]
-        largest = np.maximum.reduce([added(w.shard for w in self.s.block_weights), *tables])
-        return self.gradients(), self.none(), np.where(self.s.data > 1, 2 * largest * STORED, 0)
+        tables = [w.shard * STORED for w in self.tables()]
+        blocks = [self.shard(block) for block in {self.block(j) for j in range(1, self.backward + 1)}]
+        largest = np.maximum.reduce([self.head_dW, *blocks, *tables])
+        return self.gradients(), self.none(), np.where(self.s.data > 1, 2 * largest, 0)

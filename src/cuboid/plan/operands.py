@@ -3,10 +3,13 @@
 Each method of a moment says what is held besides the activations saved, less those that are released by then.
 """
 
+from collections.abc import Collection, Sequence
+
 import numpy as np
 
 from cuboid.comm.transport.base import Transport
 from cuboid.comm.transport.gloo import Gloo
+from cuboid.model.freeze import Trained
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.sizes import Sizes, Weight, added
@@ -23,28 +26,51 @@ class Operands:
         self.g = self.wide if self.parts > 1 else self.e  # a weight's gradient: sub-batches add up in fp32
         self.m, self.narrow, self.spread = s.m, s.m * s.d * self.e, s.m * s.f * self.e
         self.apart = s.x > 1
-        self.elements = added(w.n * w.k for w in s.block_weights)
-        self.whole, self.shard = self.elements * self.e, sum(w.shard for w in s.block_weights) * STORED
+        self.trained = Trained(work.config, work.freeze)
+        self.lowest = max(self.trained.lowest - 1, 0)  # layer where backward ends
+        self.backward = max(work.config.layers - self.lowest, 0)  # layers that it comes to
+        self.of_block = self.trained.block(0)  # what is trained of the layer at hand
+        weights = list(s.block_weights.values())
+        self.whole = added(w.n * w.k for w in weights) * self.e
         self.direct = hw.direct or self.low
         self.copying = hw.direct
         self.way = 1 + self.received(s.x)  # a reduce-scatter over x: what is sent until it is awaited, and received
-        one = added(w.shard for w in s.block_weights) * self.e
-        filled = np.logical_or.reduce([w.shard * s.x != w.n * w.k for w in s.block_weights])
+        one = added(w.shard for w in weights) * self.e
+        filled = np.logical_or.reduce([w.shard * s.x != w.n * w.k for w in weights])
         sent = np.maximum(one * (self.low | filled), self.copies("x", one))  # else as the shards lie
         self.coming = np.where(self.apart, self.whole + sent, self.low * self.whole)  # a layer's, on their way
         rows = self.m // s.y
         self.dX = rows * s.d * self.e  # the residual stream, or its gradient
-        self.head_saved = self.dX + s.head_weight.shard * STORED
-        norm = self.dX + rows * (1 + self.c.norm_bias) * self.wide  # the last one's
-        self.layer = (saved - self.head_saved - norm - self.wide) // max(work.config.layers, 1)
+        below = self.trained.lowest <= work.config.layers + 1  # the head: something is trained
+        self.head_dW = self.trained.head * s.head_weight.shard * STORED
+        self.head_saved = below * self.dX + self.head_dW
+        norm = below * (self.dX + rows * (1 + self.c.norm_bias) * self.wide)  # the last one's
+        self.layer = (saved - self.head_saved - norm - self.wide) // max(self.backward, 1)
         self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
-        alone = [w.shard * self.e >= Transport.least_alone for w in s.block_weights]
-        self.small = added(w.n * w.k * ~each for w, each in zip(s.block_weights, alone, strict=True)) * self.e
+        alone = [w.shard * self.e >= Transport.least_alone for w in weights]
+        self.small = self.packed(weights)
         # copies out of what has arrived, which stays too if large ones lie in it
         both = self.apart * np.logical_or.reduce(alone) * self.small
-        self.gathered = added(map(self.padded, s.block_weights)) * self.moved + both
+        self.gathered = added(map(self.padded, weights)) * self.moved + both
         self.kept = self.gathered * (choice.policy.weights == "retain")  # of each layer
         self.regathers = choice.policy.activations != "retain"
+
+    def packed(self, weights: Sequence[Weight]) -> Array:
+        """Of those that are too small to travel alone."""
+        small = [w.n * w.k * (w.shard * self.e < Transport.least_alone) for w in weights]
+        return added([np.zeros_like(self.s.x), *small]) * self.e
+
+    def trains(self, *linears: str) -> bool:
+        """Whether the weight of any of these is trained in the layer at hand: its X is kept and gathered again then."""
+        return any(f"{name}.weight" in self.of_block for name in linears)
+
+    def shard(self, block: Collection[str]) -> Array:
+        """The gradients of a block's shards."""
+        return added([np.zeros_like(self.s.x), *(w.shard for w in self.s.trained(block))]) * STORED
+
+    def reduced(self, block: Collection[str]) -> Array:
+        """The gradients of a block's weights on their way over x."""
+        return added([np.zeros_like(self.s.x), *(w.n * w.k for w in self.s.trained(block))]) * self.e
 
     def padded(self, w: Weight) -> Array:
         """A weight gathered over x, or its gradient packed: every part as long as the longest."""
@@ -76,61 +102,76 @@ class Operands:
 
     # Moments of a layer's backward
 
-    def dW(self, weights: Array) -> Array:
-        """Gradients of so many elements of weights; a product to be added to a wider sum is a tensor of its own."""
-        return weights * self.g
+    def dW(self, *linears: str) -> Array:
+        """Gradients of these weights; a product to be added to a wider sum is a tensor of its own."""
+        made = [w.n * w.k for name, w in self.s.linears.items() if name in linears and self.trains(name)]
+        return added([np.zeros_like(self.s.x), *made]) * self.g
+
+    def every_dW(self) -> Array:
+        """Gradients of all that is trained in the layer at hand."""
+        return self.reduced(self.of_block) // self.e * self.g
 
     def down(self) -> Array:
         """dY whole over y, X whole over z again, dX and what of its scatter is received, X of the product before."""
-        s, regathers = self.s, self.regathers
+        s, regathers = self.s, self.regathers * self.trains("mlp.down")
         dY, dX = self.narrow * (s.y > 1), self.scattered(s.z, self.spread)
         X, shard = self.spread * (s.z > 1) * regathers, self.spread // s.z * (s.z > 1) * regathers
-        ahead = self.narrow * (s.y > 1) * regathers
+        ahead = self.ahead_of_down()
         sent = regathers * self.copies("z", self.spread // s.z)
-        launched, one = dY + X + sent + dX + ahead, self.dW(s.f * s.d)
-        landing = ahead + one + self.landed(s.z, self.spread) - self.spread // (s.z if regathers else 1)
+        launched, one = dY + X + sent + dX + ahead, self.dW("mlp.down")
+        landing = ahead + one + self.landed(s.z, self.spread) - self.kept_X()
         return np.maximum.reduce([launched, launched - sent - shard + one, landing])
+
+    def ahead_of_down(self) -> Array:
+        """X of the product before, gathered ahead."""
+        return self.narrow * (self.s.y > 1) * self.regathers * self.trains("mlp.gate", "mlp.up")
+
+    def kept_X(self) -> Array:
+        """What forward has kept of the last product's X."""
+        return self.trains("mlp.down") * self.spread // (self.s.z if self.regathers else 1)
 
     def nonlinear(self) -> Array:
         """dY, and of SwiGLU its silu and two gradients, of GELU one. X of the product after is gone."""
-        s, one = self.s, self.spread // self.s.z
-        X = self.spread // (s.z if self.regathers else 1)
-        ahead = self.narrow * (s.y > 1) * self.regathers
-        return one * (4 if self.c.gated else 2) + self.dW(s.f * s.d) - X + ahead
+        one = self.spread // self.s.z
+        return one * (4 if self.c.gated else 2) + self.dW("mlp.down") - self.kept_X() + self.ahead_of_down()
 
     def up(self) -> Array:
         """Gradients of all inner features side by side, whole over z; dX and X again; X of the product before."""
-        s, ups, regathers = self.s, 2 if self.c.gated else 1, self.regathers
-        inner = ups * self.spread // s.z
-        gone = self.spread // (s.z if regathers else 1) + inner  # what the two after had saved
+        s, ups, regathers = self.s, 2 if self.c.gated else 1, self.regathers * self.trains("mlp.gate", "mlp.up")
+        inner, down = ups * self.spread // s.z, self.dW("mlp.down")
+        gone = self.kept_X() + inner  # what the two after had saved
         X = self.narrow * (s.y > 1) * regathers
-        joined = 2 * inner + X + self.dW(s.f * s.d)
-        sent = inner * (1 + (s.z > 1) * s.z) + X + regathers * self.copies("y", self.dX) + self.dW(s.f * s.d)
-        before = self.m * s.q * self.e * (s.z > 1) * regathers
+        joined = 2 * inner + X + down
+        sent = inner * (1 + (s.z > 1) * s.z) + X + regathers * self.copies("y", self.dX) + down
+        before = self.m * s.q * self.e * (s.z > 1) * self.regathers * self.trains("attention.out")
         ended = ups * self.spread + X - X // s.y + self.scattered(s.y, self.narrow) + before
-        return np.maximum.reduce([joined, sent, ended + self.dW((1 + ups) * s.f * s.d)]) - gone
+        return np.maximum.reduce([joined, sent, ended + self.dW("mlp.down", "mlp.gate", "mlp.up")]) - gone
 
     def first(self) -> Array:
         """The layer's first product: gradients of all weights are there, activations but the norm's are gone."""
-        s = self.s
+        s, needed = self.s, self.trains("attention.q", "attention.k", "attention.v")
         dY = self.m * (s.q + 2 * s.kv) * self.e
-        X = self.narrow * (s.y > 1) * self.regathers
-        left = self.dX + np.where((s.y == 1) | (not self.regathers), self.narrow, 0)
-        mine = left + dY + X + self.scattered(s.y, self.narrow) + self.dW(self.elements)
+        X = self.narrow * (s.y > 1) * self.regathers * needed
+        left = self.dX + np.where((s.y == 1) | (not self.regathers), self.narrow * needed, 0)
+        mine = left + dY + X + self.scattered(s.y, self.narrow) + self.every_dW()
         return mine - (self.recomputed() if self.choice.recompute == "full" else self.layer)
 
     def computed_again(self) -> Array:
         """In the forward of a layer that is computed again, before it ends: the MLP's inner features are summed."""
         s, inner = self.s, self.spread * (2 if self.c.gated else 1)
-        return self.landed(s.z, inner) - inner // s.z - self.spread // (s.z if self.regathers else 1)
+        return self.landed(s.z, inner) - inner // s.z - self.kept_X()
 
     def recomputed(self) -> Array:
         """What one layer saves once it has been computed again."""
         s, c, m, e = self.s, self.c, self.m, self.e
         retain = self.choice.policy.activations == "retain"
         y, z = (np.ones_like(s.y), np.ones_like(s.z)) if retain else (s.y, s.z)
-        products = 2 * m * s.d // y + m * (s.q + s.f) // z
-        apart = (s.context > 1) | (retain & (s.z > 1))  # attention's output is another tensor than the next X
+        into = self.trains("attention.q", "attention.k", "attention.v") + self.trains("mlp.gate", "mlp.up")
+        out = self.trains("attention.out")
+        products = into * m * s.d // y + m * (s.q * out + s.f * self.trains("mlp.down")) // z
+        apart = (
+            (s.context > 1) | (retain & (s.z > 1)) | (not out)
+        )  # attention's output is another tensor than the next X
         attention = m * (s.heads * (1 + apart) + 2 * s.picked * s.context) * c.head_dim
         inner = m // s.z * s.f * (2 if c.gated else 1)
         rows = 2 * m // s.y * (1 + c.norm_bias) + m * s.heads  # statistics of the norms, and of attention

@@ -56,7 +56,8 @@ class Plan:
         """Calls, bytes and FLOPs of the last micro-batch, exact."""
         at, c = self.cuboid.coordinates(0), self.choice
         sizes = STORED, ITEMSIZE[work.precision]
-        return step_cost(work.config, self.cuboid, at, work.batch, work.seq, c.policy, c.recompute, *sizes, c.schedule)
+        settings = c.policy, c.recompute, *sizes, c.schedule
+        return step_cost(work.config, self.cuboid, at, work.batch, work.seq, *settings, freeze=work.freeze)
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Ranking:
 
 def model_flops(work: Work) -> int:
     """Of a step, nothing computed again and causal scores counted in full, as is the custom."""
-    whole = step_cost(work.config, Cuboid(), Cuboid().coordinates(0), work.batch, work.seq)
+    whole = step_cost(work.config, Cuboid(), Cuboid().coordinates(0), work.batch, work.seq, freeze=work.freeze)
     return whole.flops * work.micro_batches
 
 

@@ -3,7 +3,8 @@
 The first rank has the largest parts: uneven cuts leave the last ones short.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ import numpy as np
 from cuboid.layers.head import chunk_rows
 from cuboid.mesh.cuboid import AXES, Cuboid
 from cuboid.model.config import ModelConfig
+from cuboid.model.freeze import Trained
 from cuboid.plan.time import Array, Group
 
 
@@ -67,23 +69,40 @@ class Sizes:
         columns = np.ones_like(rows) if k_axis is None else ceil_div(k, self.axes[k_axis])
         return Weight(rows, columns, ceil_div(rows, self.x) * columns, k_axis is None)
 
-    def norm_weights(self, count: int) -> list[Weight]:
-        return [self.weight(self.c.hidden, 1, "z", None)] * (count * (1 + self.c.norm_bias))
+    @cached_property
+    def norm_weight(self) -> Weight:
+        """A norm's weight, or its bias."""
+        return self.weight(self.c.hidden, 1, "z", None)
 
     @cached_property
-    def block_weights(self) -> list[Weight]:
-        c, ups = self.c, 2 if self.c.gated else 1
-        into = [(n, c.hidden, "y", "z") for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * ups)]
-        matrices = [*into, (c.hidden, c.q_dim, "z", "y"), (c.hidden, c.ffn, "z", "y")]
-        found = [self.weight(*each) for each in matrices]
-        biases = matrices[:3] * c.qkv_biased + matrices[3:] * bool(c.bias)
-        found += [self.weight(n, 1, axis, None) for n, _, axis, _ in biases]
-        return found + self.norm_weights(2)
+    def linears(self) -> dict[str, Weight]:
+        """The matrices of a block."""
+        c = self.c
+        into = {"attention.q": c.q_dim, "attention.k": c.kv_dim, "attention.v": c.kv_dim}
+        into |= dict.fromkeys(("mlp.gate", "mlp.up") if c.gated else ("mlp.up",), c.ffn)
+        found = {name: self.weight(n, c.hidden, "y", "z") for name, n in into.items()}
+        found["attention.out"] = self.weight(c.hidden, c.q_dim, "z", "y")
+        return found | {"mlp.down": self.weight(c.hidden, c.ffn, "z", "y")}
 
-    @property
-    def head_norms(self) -> int:
-        """Elements of a layer's norms of queries and keys, whole on every rank: none of them travels over x."""
-        return 2 * self.c.head_dim * self.c.qk_norm
+    @cached_property
+    def block_weights(self) -> dict[str, Weight]:
+        """All that travels over x of a block's parameters, by name."""
+        c, found = self.c, {f"{name}.weight": w for name, w in self.linears.items()}
+        for name, w in self.linears.items():
+            if c.qkv_biased if name in ("attention.q", "attention.k", "attention.v") else c.bias:
+                n = ceil_div(w.n, self.x)
+                found[f"{name}.bias"] = Weight(w.n, np.ones_like(w.n), n, True)
+        kinds = ["weight", "bias"][: 1 + c.norm_bias]
+        return found | {f"{norm}.{kind}": self.norm_weight for norm in ("norm1", "norm2") for kind in kinds}
+
+    def trained(self, block: Collection[str]) -> list[Weight]:
+        """Of a block's parameters that travel over x, those with these names."""
+        return [w for name, w in self.block_weights.items() if name in block]
+
+    def head_norms(self, block: Collection[str]) -> int:
+        """Elements of those of a layer's norms of queries and keys that have these names, whole on every rank: none of
+        them travels over x."""
+        return self.c.head_dim * sum(f"attention.norm_{each}.weight" in block for each in "qk")
 
     @cached_property
     def tables(self) -> list[Weight]:
@@ -112,9 +131,16 @@ class Sizes:
     @cached_property
     def parameters(self) -> Array:
         """Elements of this rank's shards."""
-        weights = [*self.tables, *self.norm_weights(1)] + ([] if self.c.tied else [self.head_weight])
-        block = added(w.shard for w in self.block_weights) + self.head_norms
-        return added(w.shard for w in weights) + self.c.layers * block
+        return self.elements(Trained(self.c))
+
+    def elements(self, of: Trained) -> Array:
+        """Of this rank's shards of what is trained."""
+        tables = [w.shard for w, each in zip(self.tables, of.tables(), strict=True) if each]
+        ends = tables + [self.norm_weight.shard] * sum(of.norm())
+        ends += [self.head_weight.shard] * (of.head and not self.c.tied)
+        kinds = Counter(of.block(i) for i in range(self.c.layers))
+        blocks = [n * (added(w.shard for w in self.trained(kind)) + self.head_norms(kind)) for kind, n in kinds.items()]
+        return added([*ends, *blocks, np.zeros_like(self.x)])
 
 
 def groups(cuboids: Sequence[Cuboid], context: Array, node: int) -> dict[str, Group]:

@@ -49,7 +49,8 @@ class _TimedStep(TimedLayer):
     def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool, last: bool) -> None:
         super().__init__(prices, work, sizes, choice, overlap)
         self.last = last
-        self.layers = layers = min(self.c.layers, STEADY)  # that are played
+        self.layers = layers = self.c.layers if work.freeze else min(self.c.layers, STEADY)  # that are played
+        self.lowest = self.trained.lowest - 1  # layer where backward ends; -1: the embedding, `layers`: the last norm
         self.marks: list[Totals] = []  # before and after a layer like all those that are not
         self.kept = choice.policy.weights == "retain"
         self.parts = choice.schedule.parts
@@ -57,7 +58,8 @@ class _TimedStep(TimedLayer):
         self._replicas: deque[Message] = deque()  # sums over data
         self._rows: deque[Message] = deque()  # the head's X, then its dX, of each part
         self._gathers: dict[int, Message] = {}  # of layers, on their way; the final norm is the last
-        self._buckets = [sizes.block_weights] * layers + [sizes.norm_weights(1)]
+        norm = [sizes.norm_weight] * len(self.trained.norm())
+        self._buckets = [list(sizes.block_weights.values())] * layers + [norm]
         self.forward()
         self.backward()
         if last:
@@ -70,6 +72,7 @@ class _TimedStep(TimedLayer):
             self.whole(self.gather([table]), [table])
         self.play(self.lookup)
         for i in range(self.layers):
+            self.of_block, self.saving = self.trained.block(i), i >= self.lowest
             self.mark(i in (STEADY - 2, STEADY - 1))
             self.prefetch(i)
             self.arrive(i)
@@ -77,7 +80,7 @@ class _TimedStep(TimedLayer):
                 self.save(self.rows() * self.sizes.d * self.e)  # the block's input
                 self.saving = False
             self.play(self.block)
-            self.saving = True
+        self.saving = self.layers >= self.lowest
         self.prefetch(self.layers)
         classifier = [] if self.c.tied and self.kept else [self.sizes.head_weight]
         flight = self.gather(classifier) if classifier else None
@@ -90,15 +93,30 @@ class _TimedStep(TimedLayer):
     def backward(self) -> None:
         s, t = self.sizes, self.tape
         t.stream("head", 3 * self.rows() * s.d * self.e, 2)
-        if self.last and not self.c.tied:
+        if self.last and self.trained.head and not self.c.tied:
             self.send_on(s.head_weight.shard)
+        if self.layers >= self.lowest:
+            self.layers_backward()
+        if self.lowest < 0:
+            self.play(self.lookup_backward)
+        for table, trained in zip(s.tables, self.trained.tables(), strict=True):
+            if trained:
+                self.reduce([table])
+        while self._in_flight:
+            self.land()
+        if self.last:
+            self.sum_replicas()
+
+    def layers_backward(self) -> None:
+        """And the last norm's, as far as they are trained."""
         self.again(self.layers)
         if self.choice.schedule.prefetch:
             self.again(self.layers - 1)
         self.arrive(self.layers, backward=True)
         self.play(self.norm_backward)
-        self.reduce(self._buckets[self.layers])
-        for i in reversed(range(self.layers)):
+        self.reduce([self.sizes.norm_weight] * sum(self.trained.norm()))
+        for i in reversed(range(max(self.lowest, 0), self.layers)):
+            self.of_block = self.trained.block(i)
             self.mark(i in (0, 1))
             self.arrive(i, backward=True)
             if self.choice.recompute == "full":
@@ -108,32 +126,28 @@ class _TimedStep(TimedLayer):
             if self.choice.schedule.prefetch:
                 self.again(i - 1)
             self.play(self.block_backward)
-            self.reduce(self._buckets[i], s.head_norms)
-        self.play(self.lookup_backward)
-        for table in s.tables:
-            self.reduce([table])
-        while self._in_flight:
-            self.land()
-        if self.last:
-            self.sum_replicas()
+            self.reduce(self.sizes.trained(self.of_block), self.sizes.head_norms(self.of_block))
 
     def sum_replicas(self) -> None:
         """What is left of it at the end."""
         s, t = self.sizes, self.tape
         while self._replicas:
             t.wait(self._replicas.popleft())
-        norms = (2 * self.c.layers + 1) * (1 + self.c.norm_bias) * -(-s.d // s.x)
-        of_heads = np.full_like(norms, self.c.layers * s.head_norms)
+        blocks = [self.trained.block(i) for i in range(self.c.layers)]
+        count = sum(name.startswith("norm") for block in blocks for name in block) + sum(self.trained.norm())
+        norms = count * -(-s.d // s.x)
+        of_heads = np.full_like(norms, sum(map(s.head_norms, blocks)))
         for axis, summed in (("x", of_heads), ("y", norms + of_heads), ("z", of_heads)):
             t.wait(t.launch(axis, "all_reduce", summed, itemsize=STORED))
 
     def update(self) -> None:
         """Clipping and AdamW."""
         self.tape.wait(self.tape.launch("world", "all_reduce", np.full_like(self.b, 4), itemsize=8))
-        self.tape.stream("optimizer", OPTIMIZER * self.sizes.parameters * STORED, 4 + 2 * self.c.layers)
+        trained = self.sizes.elements(self.trained)
+        self.tape.stream("optimizer", OPTIMIZER * trained * STORED, 4 + 2 * self.c.layers)
 
     def mark(self, here: bool) -> None:
-        if here and self.c.layers > STEADY:
+        if here and self.c.layers > self.layers:
             self.marks.append(self.tape.totals().copy())
 
     def play(self, steps: Callable[[], Steps]) -> None:
@@ -164,7 +178,7 @@ class _TimedStep(TimedLayer):
 
     def again(self, i: int) -> None:
         """The weights of layer i on their way, in backward."""
-        if i >= 0 and not self.kept and i not in self._gathers:
+        if i >= max(self.lowest, 0) and not self.kept and i not in self._gathers:
             self._gathers[i] = self.gather(self._buckets[i])
 
     def arrive(self, i: int, backward: bool = False) -> None:
@@ -179,7 +193,9 @@ class _TimedStep(TimedLayer):
     def reduce(self, weights: Sequence[Weight], uncut: int = 0) -> None:
         """Launch the sum over x of the gradients, besides so many that x does not cut; no more than a few layers' are
         on their way."""
-        shard = added(w.shard for w in weights)
+        if not weights and not uncut:
+            return
+        shard = added([np.zeros_like(self.sizes.x), *(w.shard for w in weights)])
         size = shard * self.sizes.x
         self.tape.stream("weights", 3 * size * self.e * (self.sizes.x > 1), 2 * len(weights))
         self._in_flight.append((self.tape.launch("x", "reduce_scatter", size), shard + uncut))
@@ -222,13 +238,14 @@ class _TimedStep(TimedLayer):
     def head(self) -> None:
         s, t = self.sizes, self.tape
         self.play(self.part)
-        dW = t.launch("x", "reduce_scatter", s.head_weight.shard * s.x)
+        dW = t.launch("x", "reduce_scatter", s.head_weight.shard * s.x) if self.trained.head else None
         for axis in ("x", "z", "data"):
             t.wait(t.launch(axis, "all_reduce", np.full_like(self.m, 2), itemsize=self.wide))
         while self._rows:
             t.wait(self._rows.popleft())
-        t.wait(dW)
-        self.save(s.head_weight.shard * STORED + self.wide)  # dW and the count
+        if dW is not None:
+            t.wait(dW)
+        t.saved += self.trained.head * s.head_weight.shard * STORED + self.wide  # dW and the count
 
     def part(self) -> Steps:
         s, t = self.sizes, self.tape
@@ -241,9 +258,11 @@ class _TimedStep(TimedLayer):
         t.stream("head", LOSS * self.m // s.z * s.vocab * self.wide, 12)
         t.wait(t.launch("y", "all_gather", 4 * rows // s.z * s.y, times=chunks, itemsize=self.wide))
         t.wait(t.launch("z", "all_gather", rows * s.vocab, times=chunks))
-        t.compute("head", 2 * chunks * seconds)
-        t.stream("head", 3 * s.vocab * s.d * self.wide * (1 + chunks * (self.e < 4)), 2)
-        self._rows.append(t.launch("y", "reduce_scatter", self.m * s.d))  # dX
-        t.flops += 3 * 2 * self.m * s.d * s.vocab
+        below, gradients = self.layers >= self.lowest, (self.layers >= self.lowest) + self.trained.head
+        t.compute("head", gradients * chunks * seconds)
+        t.stream("head", self.trained.head * 3 * s.vocab * s.d * self.wide * (1 + chunks * (self.e < 4)), 2)
+        if below:
+            self._rows.append(t.launch("y", "reduce_scatter", self.m * s.d))  # dX
+        t.flops += (1 + gradients) * 2 * self.m * s.d * s.vocab
         self.save(self.m // s.y * s.d * self.e)
         yield Pause()

@@ -68,6 +68,10 @@ class World:
 class RankDied(RankError):
     """A rank is gone: killed, crashed, out of memory. It has raised nothing that would be raised again."""
 
+    def __init__(self, message: str, killed: bool = False) -> None:
+        super().__init__(message)
+        self.killed = killed  # by SIGKILL
+
 
 def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
@@ -282,7 +286,7 @@ class Pool:
             raise RankError(f"rank {rank} failed\n{trace}") from error
         code = self._ranks[rank].exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise RankDied(f"rank {rank} {how}" + SIGILL_HINT * (code == -signal.SIGILL))
+        raise RankDied(f"rank {rank} {how}" + SIGILL_HINT * (code == -signal.SIGILL), code == -signal.SIGKILL)
 
     def close(self, kill: bool = False) -> None:
         for pipe in self._pipes:

@@ -21,7 +21,16 @@ class Stop:
     """Shared with the ranks that are forked from here: they see the request and leave signals to their parent."""
 
     def __init__(self) -> None:
-        self._shared = memoryview(mmap.mmap(-1, 24)).cast("d")  # when it came, by which signal, whether it was obeyed
+        # when it came, by which signal, whether it was obeyed; whether the run had begun
+        self._shared = memoryview(mmap.mmap(-1, 32)).cast("d")
+
+    @property
+    def begun(self) -> bool:
+        """Whether a first step has been taken: then there was memory enough for one."""
+        return self._shared[3] > 0
+
+    def begin(self) -> None:
+        self._shared[3] = 1.0
 
     @property
     def asked(self) -> bool:

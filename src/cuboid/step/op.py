@@ -97,12 +97,19 @@ class Local:
         xs = X if several else (X,)
         if not at.train:
             return fn(*xs, *(w[p] for p in self.parameters)), None
-        Y, back = vjp(fn, *xs, *(w.lasting(p) for p in self.parameters))
+        trained = [p for p in self.parameters if p.requires_grad]
+        rest = {p: w.lasting(p) for p in self.parameters if not p.requires_grad}
         count = len(xs)
+
+        def of_trained(*entered: Tensor) -> Any:
+            weights = rest | dict(zip(trained, entered[count:], strict=True))
+            return fn(*entered[:count], *(weights[p] for p in self.parameters))
+
+        Y, back = vjp(of_trained, *xs, *(w.lasting(p) for p in trained))
 
         def run(dY: Any, w: Any, before: Ahead) -> Steps:
             found = back(dY)
-            for parameter, gradient in zip(self.parameters, found[count:], strict=True):
+            for parameter, gradient in zip(trained, found[count:], strict=True):
                 w.add(parameter, gradient)
             return found[:count] if several else found[0]
             yield

@@ -5,7 +5,9 @@
     weights     gathered for the first sub-batch that comes to a stage, released after the last; the next stage's are
                 on their way meanwhile
     gradients   of a stage added up over sub-batches, reduce-scattered over x when the last is through, then summed
-                over replicas when no micro-batch will use the weights again
+                over replicas when no micro-batch will use the weights again; none of frozen weights
+
+Backward ends with the lowest stage that has something to train: those below it save nothing.
 
 All state of a step lives in a `Pass` (between forward and backward of one micro-batch) and in `Sums`: so several
 forwards may be alive, in any order. Autograd sees one node.
@@ -53,6 +55,7 @@ class At:
     loss: Any = None  # options of the loss
     seed: int | None = None  # of dropout; None: there is none
     train: bool = True  # backward will follow
+    lowest: bool = False  # nothing before this layer is trained, which `spares_dX` then
     caches: dict[Any, Any] | None = None  # keys and values of tokens seen before, by layer
 
     def without_backward(self) -> "At":
@@ -123,8 +126,9 @@ class _Shelf:
 class Pass:
     """One micro-batch between its forward and its backward."""
 
-    backs: list[list[Back]]  # by sub-batch, by stage
+    backs: list[list[Back | None]]  # by sub-batch, by stage
     clock: Clock  # of the step
+    lowest: int  # stage that is trained; those below it have no Back
     count: Tensor | None = None  # of the losses that are averaged
     #: gradients that stages made in forward: of the sum of losses, not their mean, and times a factor
     early: list[tuple[Landing, float]] = field(default_factory=list)
@@ -155,16 +159,22 @@ class Runner:
         self.parameters = [p for bucket in self._uses for p in bucket.parameters]
         self.between: Callable[[int], None] | None = None
         self.told: Callable[[Sequence[Move]], None] | None = None
-        self._kept = self._to_keep(retain)
+        later = (set[Bucket]().union(*self._buckets[i + 1 :]) for i in range(len(stages)))
+        self._for_later = [each if retain else set() for each in later]
+        self._for_backward = self._to_keep(retain)
 
     def _to_keep(self, retain: bool) -> list[set[Bucket]]:
-        """The buckets whose weights stay when forward leaves each stage: with prefetch those of the last large one,
-        with which backward begins; if they are to be retained, all that a later stage or backward needs."""
+        """The buckets whose weights stay for backward when forward leaves each stage: with prefetch those of the last
+        large one, with which backward begins; if they are to be retained, all."""
         again = [set(each) for each in self._again]
-        if retain:
-            return [each.union(*self._buckets[i + 1 :]) for i, each in enumerate(again)]
         large = [i for i, each in enumerate(again) if any(p.dim() > 1 for bucket in each for p in bucket.parameters)]
-        return [each if self.schedule.prefetch and large[-1:] == [i] else set() for i, each in enumerate(again)]
+        first = large[-1:] if self.schedule.prefetch else []
+        return [each if retain or i in first else set() for i, each in enumerate(again)]
+
+    def _lowest(self, X: Tensor) -> int:
+        """The first stage whose backward anything needs."""
+        trained = (any(p.requires_grad for bucket in each for p in bucket.parameters) for each in self._buckets)
+        return 0 if X.requires_grad else next((i for i, each in enumerate(trained) if each), len(self.stages))
 
     def sums(self, passes: int = 1) -> Sums:
         return Sums({bucket: passes * uses for bucket, uses in self._uses.items()})
@@ -188,27 +198,33 @@ class Runner:
     def outputs(self, X: Tensor, at: At, clock: Clock) -> tuple[Task, Pass]:
         """Gives the last stage's Y of each sub-batch; the Pass is filled meanwhile."""
         ats = at.split(self.schedule.parts)
-        passed, n = Pass([[] for _ in ats], clock), len(ats)
+        passed, n = Pass([[] for _ in ats], clock, self._lowest(X)), len(ats)
         shelf = _Shelf(self._buckets, self._buckets, 1, passed.kept, n, self.schedule.prefetch, clock)
         each = zip(X.chunk(n, 1), ats, passed.backs, strict=True)
         return Task([self._through(*one, shelf, passed) for one in each], list), passed
 
-    def _through(self, X: Any, at: At, backs: list[Back], shelf: _Shelf, passed: Pass) -> Steps:
+    def _through(self, X: Any, at: At, backs: list[Back | None], shelf: _Shelf, passed: Pass) -> Steps:
         """One sub-batch through all stages."""
+        here = at.without_backward()
         for i, stage in enumerate(self.stages):
             if self.between is not None:
                 self.between(i)
-            steps = stage.layer(X, (yield from shelf.take(i)), at)
+            if i >= passed.lowest:
+                spared = i == passed.lowest > 0 and getattr(stage.layer, "spares_dX", False)
+                here = replace(at, lowest=True) if spared else at
+            steps = stage.layer(X, (yield from shelf.take(i)), here)
             del X
             X, back = yield from steps
             backs.append(back)
             gathered = shelf.leave(i)
             if gathered is not None and at.train:
                 passed.early += [(land, gathered.shrunk) for _, land in gathered.reduce()]
+                stay = self._for_later[i] | (self._for_backward[i] if i >= passed.lowest else set())
                 for bucket in self._buckets[i]:
                     passed.kept.pop(bucket, None)
-                    if bucket in self._kept[i]:
+                    if bucket in stay:
                         passed.kept[bucket] = {p: gathered[p] for p in bucket.parameters}
+            del gathered  # with its weights, not a stage later
         return X
 
     # Backward
@@ -221,17 +237,18 @@ class Runner:
         for land, shrunk in passed.early:
             sums.put({p: gradient * (scale / shrunk) for p, gradient in land().items()})
         passed.early.clear()
-        shelf = _Shelf(self._buckets, self._again, -1, passed.kept, parts, self.schedule.prefetch, passed.clock, late)
+        needed = [each if i >= passed.lowest else [] for i, each in enumerate(self._again)]
+        shelf = _Shelf(self._buckets, needed, -1, passed.kept, parts, self.schedule.prefetch, passed.clock, late)
         settled = None if leave else sums
         return Task([self._back_through(scale, backs, shelf, passed.left, settled) for backs in passed.backs], list)
 
     def _back_through(
-        self, dY: Any, backs: list[Back], shelf: _Shelf, left: list[Gathered], sums: Sums | None
+        self, dY: Any, backs: list[Back | None], shelf: _Shelf, left: list[Gathered], sums: Sums | None
     ) -> Steps:
-        """One sub-batch through all stages in reverse."""
-        while backs:
-            back, i = backs.pop(), len(backs)
-            before = backs[-1].ahead if backs else None
+        """One sub-batch through the stages in reverse, as far as they are trained."""
+        while backs and (back := backs.pop()) is not None:
+            i, then = len(backs), backs[-1] if backs else None
+            before = None if then is None else then.ahead
             steps = back.run(dY, (yield from shelf.take(i)), before or nothing)
             del dY, back
             dY = yield from steps

@@ -58,7 +58,8 @@ def differing_copies(model: Transformer, optimizer: torch.optim.Optimizer) -> It
     held: list[tuple[str, Tensor, Spec]] = []
     for name, parameter, d in declared(model):
         if d.spec.copies(mesh.cuboid) > 1:
-            moments = [(f"{moment} of {name}", optimizer.state[parameter][moment], d.spec) for moment in MOMENTS]
+            state = optimizer.state.get(parameter, {})  # none of a frozen one
+            moments = [(f"{moment} of {name}", state[moment], d.spec) for moment in MOMENTS if moment in state]
             held += [(name, parameter, d.spec), *moments]
     if not held:
         return

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from cuboid.comm.collectives import from_all, from_first
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig, RopeScaling
+from cuboid.model.freeze import matching
 from cuboid.model.nn import declared
 from cuboid.model.transformer import Transformer
 from cuboid.train import manifest
@@ -34,7 +35,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def tensors(model: Transformer, optimizer: torch.optim.Optimizer | None, copy: bool = False) -> dict[str, DTensor]:
-    """Every tensor of a checkpoint by its name; as they are, or copied to the host."""
+    """Every tensor of a checkpoint by its name; as they are, or copied to the host. Frozen ones have no moments."""
     mesh, found = model.parallel.mesh, {}
 
     def put(name: str, local: Tensor, spec: Any) -> None:
@@ -42,7 +43,7 @@ def tensors(model: Transformer, optimizer: torch.optim.Optimizer | None, copy: b
 
     for name, parameter, d in declared(model):
         put(f"model.{name}", parameter, d.spec)
-        if optimizer is not None:
+        if optimizer is not None and parameter in optimizer.state:
             for moment in MOMENTS:
                 put(f"optimizer.{moment}.{name}", optimizer.state[parameter][moment], d.spec)
     return found
@@ -146,18 +147,29 @@ def load(
     check: Callable[[Path, State], None] = lambda path, state: None,
 ) -> State:
     """Fill the model (and the optimizer) from the newest good checkpoint of a run, or from the one that is given,
-    written on whichever cuboid; what it says besides. Every rank calls it, and all raise alike: `check` may refuse."""
+    written on whichever cuboid; what it says besides. Every rank calls it, and all raise alike: `check` may refuse.
+    Parameters that were frozen until then begin with moments of zero: `fresh` of the state is after how many updates
+    each parameter's began, where that is not at the first."""
     path, state = choose(given, model.parallel.mesh, check)
+    frozen = matching(state.get("freeze", ""), [name for name, _, _ in declared(model)])
+    absent = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in frozen}
+    wanted = {name: each for name, each in tensors(model, optimizer).items() if name not in absent}
     try:
-        dcp.load(tensors(model, optimizer), storage_reader=PieceReader(path))
+        dcp.load(wanted, storage_reader=PieceReader(path))
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise ValueError(f"checkpoint {path} cannot be loaded: {cause}; use another") from error
-    if optimizer is not None:
-        done = torch.tensor(float(state["updates"]))
-        for parameter in model.parameters():
-            optimizer.state[parameter]["step"].copy_(done)
-    return state
+    if optimizer is None:
+        return state
+    done, fresh = state["updates"], dict(state.get("fresh", {}))
+    for name, parameter, _ in declared(model):
+        if parameter not in optimizer.state:
+            fresh.pop(name, None)
+        else:
+            if name in frozen:
+                fresh[name] = done
+            optimizer.state[parameter]["step"].fill_(done - fresh.get(name, 0))
+    return {**state, "fresh": fresh}
 
 
 def choose(given: Path, mesh: Mesh, check: Callable[[Path, State], None]) -> tuple[Path, State]:

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from cuboid.run.launch import World
 from cuboid.train.config import TrainConfig
-from cuboid.train.loop import Trainer, on_one_device
+from cuboid.train.layout import on_one_device
+from cuboid.train.loop import Trainer
 from cuboid.train.plot import plot_curves
 from cuboid.train.progress import Progress
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from cuboid.data import MAX_BAD
 from cuboid.mesh.cuboid import AXES, Cuboid
 from cuboid.model.config import ModelConfig, RopeScaling
+from cuboid.model.freeze import Trained
 from cuboid.model.presets import PRESETS
 from cuboid.train.keys import assignment, build, flatten, key, keys, toml, value_of, write
 from cuboid.train.origin import Origin
@@ -63,6 +64,7 @@ class ModelSection:
     norm_eps: float = key(1e-5, "added to the variance in norms", at_least=0)
     init_std: float = key(0.02, "spread of the initial weights", above=0)
     rope_theta: float = key(10000.0, "base of the rotary wavelengths", above=0)
+    freeze: str = key("", 'a regular expression: parameters whose names have it ("embed|blocks.0") are not trained')
     rope_scaling: RopeScalingSection = RopeScalingSection()
 
 
@@ -307,7 +309,14 @@ class TrainConfig:
                 f"data.batch = {data.batch} cannot be cut into data.micro_batches · cuboid.data = {parts}; "
                 f"use {' or '.join(map(str, near))}"
             )
-        self.model_config(self.model.vocab or 1).check(cuboid, data.batch // data.micro_batches, data.seq)
+        model = self.model_config(self.model.vocab or 1)
+        model.check(cuboid, data.batch // data.micro_batches, data.seq)
+        try:
+            trained = Trained(model, self.model.freeze)
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from None
+        if trained.nothing:
+            raise ValueError(f"model.freeze = {toml(self.model.freeze)} leaves nothing to train; freeze less")
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = (), preset: str = "") -> TrainConfig:
@@ -319,6 +328,12 @@ def load(path: Path | None = None, overrides: Sequence[str] = (), preset: str = 
     known = _preset(given.get("model.preset", "")) | _pretrained(given)
     config: TrainConfig = build(TrainConfig, known | given)
     return config
+
+
+def missing(path: Path | None, names: Sequence[str]) -> list[str]:
+    """Which of these keys a file, if there is one, does not give."""
+    given = flatten(TrainConfig, _read(path)) if path else {}
+    return [name for name in names if name not in given]
 
 
 def resolved_toml(config: TrainConfig) -> str:

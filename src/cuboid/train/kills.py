@@ -117,7 +117,7 @@ def kill_ranks(
             time.sleep(0.001)
 
     for number in range(1, kills + 1):
-        moment = dice.choices(MOMENTS, (2, 2, 1))[0]
+        moment = dice.choices(MOMENTS, (2, 2, number > 1))[0]  # a run killed before its first step does not go on
         until(lambda before: len(ranks_of(process) - before) == ranks, dead)
         if moment == "while starting":
             time.sleep(dice.uniform(0, 1))

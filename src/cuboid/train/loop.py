@@ -2,8 +2,9 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,31 @@ from rich.console import Console
 from torch import Tensor
 
 from cuboid import data
-from cuboid.baselines.serial import Serial
 from cuboid.comm.collectives import from_all, from_first
 from cuboid.device import peak_memory
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of
-from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
-from cuboid.model.cuboid import COMPUTE, CuboidParallel, Policy, suitable_schedule
+from cuboid.model.freeze import matching, parameter_names
 from cuboid.model.generate import Sampling, generate
+from cuboid.model.nn import declared, evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import World
 from cuboid.run.watch import watched
 from cuboid.step.runner import At
-from cuboid.step.schedule import Schedule
 from cuboid.train import checkpoint
 from cuboid.train.agree import check
 from cuboid.train.begin import beginning, check_folder, is_begun
 from cuboid.train.config import TrainConfig, resolved_toml
 from cuboid.train.guard import Guard
+from cuboid.train.keys import toml
+from cuboid.train.layout import on_cuboid
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
 from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
+from cuboid.train.preflight import check_device
 from cuboid.train.progress import Progress, StepReport
 from cuboid.train.run import RunFolder
 from cuboid.train.trace import Trace, draw_layer
@@ -61,21 +63,6 @@ class Outcome:
     @property
     def finished(self) -> bool:
         return self.steps >= self.of
-
-
-def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
-    memory, d, asked, dtype = config.memory, config.data, config.overlap, COMPUTE[config.precision.dtype]
-    cuboid, policy = config.cuboid_shape(), Policy(memory.activations, memory.weights, memory.head_elements)
-    batch, itemsize = d.batch // d.micro_batches, (dtype or torch.float32).itemsize
-    suits = suitable_schedule(model, cuboid, batch, d.seq, itemsize, world.apart)
-    parts, chunks = asked.parts or suits.parts, asked.chunks or suits.chunks
-    schedule = Schedule(asked.prefetch, parts, chunks, asked.compile, asked.beside)
-    mesh = Mesh(cuboid, world.rank, world.device, watch=world.watch, per_host=world.local_size)
-    return CuboidParallel(model, mesh, policy, dtype, schedule)
-
-
-def on_one_device(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
-    return Serial(model, COMPUTE[config.precision.dtype], world.device)
 
 
 def corpus_of(config: TrainConfig, tell: Callable[[str], object] = lambda _: None) -> data.Corpus:
@@ -112,7 +99,9 @@ class Trainer:
         self.corpus.check(self.model.config.vocab)
         if self.origin is not None:
             self.origin.load(self.model)
+        self.model.freeze(config.model.freeze)
         self.optimizer = adamw(self.model, config.optimizer)
+        self.fresh: dict[str, int] = {}  # after how many updates the moments of parameters unfrozen since began
         self.loss = Loss(label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss)
         fp16 = config.precision.dtype == "fp16"
         self.scale = LossScale(config.precision.loss_scale, config.precision.growth_interval) if fp16 else LossScale()
@@ -199,7 +188,8 @@ class Trainer:
         for i in range(min(self.config.logging.eval_batches, -(-len(self.held_out) // rows))):
             real = min(rows, len(self.held_out) - i * rows)
             tokens, targets = batches(i)
-            total += real * float(self.model(tokens, targets, self.place))
+            with evaluating(self.model):
+                total += real * float(self.model(tokens, targets, self.place))
             count += real
         return total / count
 
@@ -211,7 +201,8 @@ class Trainer:
         if not prompt:  # a context of one token has no room for a next
             return ""
         sampling = Sampling(seed=self.config.seed)
-        tokens = list(generate(self.model, prompt, log.sample_tokens, sampling, tokenizer.vocab))
+        with evaluating(self.model):
+            tokens = list(generate(self.model, prompt, log.sample_tokens, sampling, tokenizer.vocab))
         return tokenizer.decode(prompt + tokens)
 
     def state(self) -> dict[str, Any]:
@@ -219,6 +210,8 @@ class Trainer:
         return {
             "model": asdict(self.model.config),
             "updates": self.updates,
+            "freeze": self.config.model.freeze,
+            "fresh": self.fresh,
             "scale": asdict(self.scale),
             "guard": self.guard.state(),
             "data": {"digest": self.corpus.digest, **self.order(), "samples": self.done * self.config.data.batch},
@@ -231,19 +224,20 @@ class Trainer:
         d = self.config.data
         return {"batch": d.batch, "seq": d.seq, "seed": d.seed}
 
-    def resume(self, given: Path) -> None:
-        """From the newest good checkpoint of a run, or from the one that is given."""
+    def resume(self, given: Path) -> str:
+        """From the newest good checkpoint of a run, or from the one that is given. What has changed, if anything."""
 
         def check(path: Path, state: Mapping[str, Any]) -> None:
             checkpoint.check_model(path, state, asdict(self.model.config))
             check_data(path, state, self)
 
         state = checkpoint.load(given, self.model, self.optimizer, check)
-        self.done, self.updates = state["step"], state["updates"]
+        self.done, self.updates, self.fresh = state["step"], state["updates"], state["fresh"]
         if self.scale.interval and state["scale"]["interval"]:
             self.scale.scale, self.scale.good = state["scale"]["scale"], state["scale"]["good"]
         if "guard" in state:
             self.guard.load(state["guard"])
+        return thawed(state.get("freeze", ""), self)
 
 
 def check_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
@@ -259,9 +253,26 @@ def check_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
             )
 
 
-def introduction(trainer: Trainer, folder: Path) -> str:
+def thawed(before: str, trainer: Trainer) -> str:
+    """What changes with another pattern of frozen parameters than the checkpoint's."""
+    now, names = trainer.config.model.freeze, parameter_names(trainer.model.config)
+    if now == before:
+        return ""
+    was, frozen = matching(before, names), matching(now, names)
+    return (
+        f"model.freeze was {toml(before)} and is {toml(now)}: trained from here on, with moments of zero, "
+        f"{_tensors(was - frozen)}; no longer {_tensors(frozen - was)}"
+    )
+
+
+def _tensors(names: Collection[object]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) != 1)}"
+
+
+def introduction(trainer: Trainer, folder: Path, changed: str = "") -> str:
     c, d, cuboid = trainer.model.config, trainer.config.data, trainer.model.parallel.mesh.cuboid
     held = sum(p.numel() for p in trainer.model.parameters())
+    frozen = [d.spec for _, p, d in declared(trainer.model) if not p.requires_grad]
     text = ", ".join(d.paths) or "Python's own library"
     lines = [
         f"model   {c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {c.parameters:,} parameters, "
@@ -270,8 +281,13 @@ def introduction(trainer: Trainer, folder: Path) -> str:
         f"data    {len(trainer.corpus.train):,} tokens of {text}; {d.batch} × {d.seq} tokens a step",
         f"run     {folder}",
     ]
+    if frozen:
+        count = sum(prod(spec.shape) for spec in frozen)
+        lines.insert(1, f"frozen  {count:,} of these, in {_tensors(frozen)}, by {toml(trainer.config.model.freeze)}")
     if trainer.done:
         lines.append(f"resumed after step {trainer.done}")
+    if changed:
+        lines.append(changed)
     return "\n".join(lines)
 
 
@@ -311,9 +327,11 @@ def keep_trace(trainer: Trainer, recorder: Recorder, folder: Path) -> None:
 
 
 def train(
-    world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int = 0
+    world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int = 0, force: bool = False
 ) -> Outcome | None:
-    """As `run_on_rank`, under the watch."""
+    """As `run_on_rank`, under the watch; unless by force, only where the run fits into the ranks' GPUs."""
+    if not force:
+        check_device(world, config)
     with watched(world.rank, world.size, config.watch.timeout) as watch:
         return run_on_rank(replace(world, watch=watch), config, folder, resume, trace)
 
@@ -325,8 +343,7 @@ def run_on_rank(
     when everything is warm."""
     trainer, asked_for = Trainer(config, world), resume
     folder, resume = from_first(beginning(world, config, folder, resume), trainer.model.parallel.mesh.world)
-    if resume is not None:
-        trainer.resume(resume)
+    changed = trainer.resume(resume) if resume is not None else ""
     if resume == asked_for and not world.attempt:  # a run that goes on by itself does not end for this
         check_steps(trace, trainer.done, config.schedule.steps)
     run = open_folder(trainer, folder, resume)
@@ -335,7 +352,7 @@ def run_on_rank(
     began, log, total = time.perf_counter(), config.logging, config.schedule.steps
     value, last, report = float("nan"), 0, None
     console = Console(quiet=world.rank != 0)
-    console.print(introduction(trainer, folder), highlight=False, markup=False, soft_wrap=True)
+    console.print(introduction(trainer, folder, changed), highlight=False, markup=False, soft_wrap=True)
     with Progress(total, trainer.done, console) as progress:
         stop = False
         first = trainer.done
@@ -344,6 +361,8 @@ def run_on_rank(
                 trainer.recorder = Recorder(trainer.model)
             asked = world.stop is not None and world.stop.asked
             report, stop = trainer.step(asked or writer.failed)
+            if world.stop is not None:
+                world.stop.begin()
             if trainer.recorder is not None and trainer.done == first + WARM + trace:
                 keep_trace(trainer, trainer.recorder, folder)
             progress.update(report)

@@ -15,8 +15,8 @@ from cuboid.train.guard import Guard
 
 def adamw(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
     """Weight decay for matrices (tables among them), none for norms and biases. Its state exists from the start, so
-    that a checkpoint can be loaded into it."""
-    parameters = list(model.parameters())
+    that a checkpoint can be loaded into it; frozen parameters have none."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},

@@ -71,4 +71,5 @@ def unscheduled(model: Transformer) -> Transformer:
     made = Transformer(off, None, model.embed.weight.dtype, model.recompute)
     for mine, same in zip(made.parameters(), model.parameters(), strict=True):
         mine.data = same.data
+        mine.requires_grad_(same.requires_grad)
     return made

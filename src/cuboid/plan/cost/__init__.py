@@ -18,7 +18,7 @@ class Cost:
 
     traffic: defaultdict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     flops: int = 0
-    matrices: int = 0  # bytes of weights at rest; gradients are as many again, AdamW's state twice as many
+    matrices: int = 0  # bytes of weights at rest; gradients of those trained are as many, AdamW's state twice as many
     vectors: int = 0  # bytes of norms and biases, which are replicated over the axis they lack
     saved: int = 0  # bytes of activations kept from forward to backward
 
@@ -65,8 +65,7 @@ class Counter:
     def reduce(self, axis: str, whole: int, size: int) -> None:
         self.send("all_reduce", axis, whole, size, times=2)
 
-    def bucket(self, size: int, summed: bool = True) -> None:
+    def bucket(self, size: int) -> None:
         """Parameters added since the last bucket make one: their gradients are summed over data together."""
-        if summed:
-            self.reduce("data", (self.cost.parameters - self._counted) // size, size)
+        self.reduce("data", (self.cost.parameters - self._counted) // size, size)
         self._counted = self.cost.parameters

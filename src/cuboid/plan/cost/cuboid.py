@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from math import gcd, lcm
+from typing import NamedTuple
 
 from cuboid.layers.head import chunk_rows
 from cuboid.layers.product import chunk_count
@@ -9,6 +10,7 @@ from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import ceil_div, round_up
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
+from cuboid.model.freeze import Trained
 from cuboid.plan.cost import Cost, Counter
 from cuboid.step.schedule import PREFETCH, Schedule
 
@@ -25,17 +27,24 @@ def step_cost(
     compute_size: int = 4,
     schedule: Schedule = PREFETCH,
     last: bool = True,
+    freeze: str = "",
 ) -> Cost:
     """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products. A
     schedule of parts or chunks sends the same bytes in more calls. Of several micro-batches only the `last` sums
-    gradients over replicas."""
+    gradients over replicas. `freeze` is a pattern of the parameters that are not trained."""
     config.check(cuboid, batch, seq)
-    sizes = parameter_size, compute_size
-    return _CuboidStep(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule, last).cost
+    sizes, trained = (parameter_size, compute_size), Trained(config, freeze)
+    return _CuboidStep(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule, last, trained).cost
 
 
-#: A parameter [n, k] with the axes that cut n (before x does) and k; None cuts nothing.
-_Weight = tuple[int, int, str, str | None]
+class _Weight(NamedTuple):
+    """A parameter [n, k] with the axes that cut n (before x does) and k; None cuts nothing."""
+
+    n: int
+    k: int
+    n_axis: str
+    k_axis: str | None
+    trained: bool
 
 
 class _CuboidStep(Counter):
@@ -54,8 +63,10 @@ class _CuboidStep(Counter):
         compute_size: int,
         schedule: Schedule,
         last: bool,
+        trained: Trained,
     ) -> None:
         super().__init__(cuboid, coordinates)
+        self.trained = trained
         self.c, self.policy, self.recompute, self.last = config, policy, recompute, last
         self.stored, self.e, self.wide = parameter_size, compute_size, max(compute_size, 4)
         self.x, self.y, self.z = cuboid.x, cuboid.y, cuboid.z
@@ -70,13 +81,19 @@ class _CuboidStep(Counter):
         self.d = config.hidden // self.z
         self.summed_over_y = 0  # elements of norm gradients
         self.summed_over_all = 0  # of those of heads' norms
+        self.in_bucket = 0  # elements of a bucket's gradients
         self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
+        self.backward = True  # whether backward comes here
+        self.of_block = trained.block(0)  # what is trained of the block where we are
 
         self.embedding()
         for i in range(config.layers):
+            self.of_block = trained.block(i)
+            self.backward = self.saving = trained.lowest <= 1 + i
             self.block(kept=schedule.prefetch and i == config.layers - 1)
-        self.weights(self.norm_weights(1), again=True)
-        self.bucket(self.stored, self.last)
+        self.backward = self.saving = trained.lowest <= 1 + config.layers
+        self.weights(self.norm_weights(trained.norm()), again=True)
+        self.sum_replicas()
         self.head()
         if last:
             for axis, summed in (("x", 0), ("y", self.summed_over_y), ("z", 0)):
@@ -92,7 +109,8 @@ class _CuboidStep(Counter):
         """An all-gather of activations, and the reduce-scatter of their gradient."""
         for _ in range(self.forwards):
             self.gather(axis, whole, p=p)
-        self.scatter(axis, whole, p=p)
+        if self.backward:
+            self.scatter(axis, whole, p=p)
 
     def in_parts(self, formula: Callable[[], None]) -> None:
         """What each part of the batch adds."""
@@ -110,8 +128,8 @@ class _CuboidStep(Counter):
 
     def weights(self, weights: Sequence[_Weight], again: bool, gathers: int = 1) -> None:
         """Of one bucket."""
-        in_flight = 0
-        for n, k, n_axis, k_axis in weights:
+        in_flight = reduced = 0
+        for n, k, n_axis, k_axis, trained in weights:
             rows, columns = self.part(n, n_axis), self.part(k, k_axis)
             held = self.part(rows, "x") * columns
             if k_axis is None:
@@ -119,35 +137,46 @@ class _CuboidStep(Counter):
             else:
                 self.cost.matrices += held * self.stored
             in_flight += ceil_div(rows, self.x) * columns
+            reduced += trained * ceil_div(rows, self.x) * columns
+            self.in_bucket += trained * held
         retained = self.policy.weights == "retain"
-        for _ in range(1 if retained else gathers + again):
+        for _ in range(1 if retained else gathers + (again and self.backward)):
             self.gather("x", in_flight * self.x)
-        self.scatter("x", in_flight * self.x)
+        self.scatter("x", reduced * self.x)
 
-    def norm_weights(self, count: int) -> list[_Weight]:
-        """Of `count` norms. Their gradients are summed over y at the end."""
-        vectors = count * (1 + self.c.norm_bias)
-        self.summed_over_y += vectors * self.part(self.d, "x")
-        return [(self.c.hidden, 1, "z", None)] * vectors
+    def sum_replicas(self) -> None:
+        """The gradients of a bucket, over data together."""
+        if self.last:
+            self.reduce("data", self.in_bucket, self.stored)
+        self.in_bucket = 0
+
+    def norm_weights(self, trained: Sequence[bool]) -> list[_Weight]:
+        """Of weights and biases. Their gradients are summed over y at the end."""
+        self.summed_over_y += sum(trained) * self.part(self.d, "x")
+        return [_Weight(self.c.hidden, 1, "z", None, each) for each in trained]
 
     def head_norms(self) -> None:
         """Of queries and keys: whole on every rank, and their gradients summed over all."""
         if self.c.qk_norm:
+            trained = sum(f"attention.norm_{each}.weight" in self.of_block for each in "qk")
             self.cost.vectors += 2 * self.c.head_dim * self.stored
-            self.summed_over_all += 2 * self.c.head_dim
+            self.summed_over_all += trained * self.c.head_dim
+            self.in_bucket += trained * self.c.head_dim
 
     # Layers
 
     def embedding(self) -> None:
         tied, tables = bool(self.c.tied), [self.c.vocab] + ([] if self.c.rotary else [self.c.context])
-        for i, rows in enumerate(tables):  # a tied table is gathered for the head too
-            self.weights([(rows, self.c.hidden, "y", "z")], again=False, gathers=2 if tied and i == 0 else 1)
-            self.bucket(self.stored, self.last)
+        for i, (rows, trained) in enumerate(zip(tables, self.trained.tables(), strict=True)):
+            table, gathers = _Weight(rows, self.c.hidden, "y", "z", trained), 2 if tied and i == 0 else 1
+            self.weights([table], again=False, gathers=gathers)  # a tied table is gathered for the head too
+            self.sum_replicas()
         self.in_parts(self.lookup)
 
     def lookup(self) -> None:
         self.scatter("y", self.m * self.d)
-        self.gather("y", self.m * self.d)
+        if self.trained.lowest == 0:
+            self.gather("y", self.m * self.d)
 
     def norm(self) -> None:
         rows = self.m // self.y
@@ -157,62 +186,83 @@ class _CuboidStep(Counter):
             else:
                 self.reduce("z", rows, self.wide)
         statistics = rows * (1 + self.c.norm_bias)
-        self.reduce("z", statistics, self.wide)
+        if self.backward:
+            self.reduce("z", statistics, self.wide)
         self.save(rows * self.d * self.e + statistics * self.wide)
 
-    def product(self, k: int, outs: Sequence[int], k_axis: str, n_axis: str, whole: bool = False) -> None:
-        """(1)–(3) of X [m, k] and outputs [m, n] for each n in `outs`, sizes gathered; in chunks unless as a whole."""
+    def product(self, k: int, outs: Sequence[Mapping[str, int]], k_axis: str, n_axis: str, whole: bool = False) -> None:
+        """(1)–(3) of X [m, k] and outputs [m, n], sizes gathered: `outs` are those that travel together, with the n of
+        each linear by its name. In chunks unless as a whole."""
         retain, chunks = self.policy.activations == "retain", 1 if whole else self.chunks
-        m = self.m // chunks
+        m, trained = self.m // chunks, sum(n for out in outs for name, n in out.items() if self.trains(name))
         for _ in range(chunks):
-            for _ in range(self.forwards + (not retain)):
+            for _ in range(self.forwards + (trained > 0 and not retain)):
                 self.gather(n_axis, m * k)  # X, once more for wgrad
-            for n in outs:
+            for out in outs:
                 for _ in range(self.forwards):
-                    self.scatter(k_axis, m * n)  # Y
-                self.gather(k_axis, m * n)  # dY
-            self.scatter(n_axis, m * k)  # dX
-        self.cost.flops += (self.forwards + 2) * 2 * self.m * k * sum(outs)
-        self.save(self.m * k * self.e // (1 if retain else self.axes[n_axis]))
+                    self.scatter(k_axis, m * sum(out.values()))  # Y
+                if self.backward:
+                    self.gather(k_axis, m * sum(out.values()))  # dY
+            if self.backward:
+                self.scatter(n_axis, m * k)  # dX
+        every = sum(n for out in outs for n in out.values())
+        self.cost.flops += 2 * self.m * k * ((self.forwards + self.backward) * every + trained)
+        if trained:
+            self.save(self.m * k * self.e // (1 if retain else self.axes[n_axis]))
+
+    def trains(self, linear: str) -> bool:
+        """Whether the weight of a linear of the block where we are has a gradient."""
+        return f"{linear}.weight" in self.of_block
 
     def block(self, kept: bool) -> None:
         """`kept`: its weights stay from forward to backward."""
-        c, ups = self.c, 2 if self.c.gated else 1
-        weights: list[_Weight] = [(n, c.hidden, "y", "z") for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * ups)]
-        weights += [(c.hidden, c.q_dim, "z", "y"), (c.hidden, c.ffn, "z", "y")]
-        biases = weights[:3] * c.qkv_biased + weights[3:] * bool(c.bias)
-        weights += [(n, 1, n_axis, None) for n, _, n_axis, _ in biases]
-        self.weights(weights + self.norm_weights(2), again=not kept)
+        c, trained = self.c, self.of_block
+        into = {"attention.q": c.q_dim, "attention.k": c.kv_dim, "attention.v": c.kv_dim, **self.ups(c.ffn)}
+        linears = {name: (n, c.hidden, "y", "z") for name, n in into.items()}
+        linears |= {"attention.out": (c.hidden, c.q_dim, "z", "y"), "mlp.down": (c.hidden, c.ffn, "z", "y")}
+        weights = [_Weight(*sizes, self.trains(name)) for name, sizes in linears.items()]
+        for name, (n, _, n_axis, _) in linears.items():
+            if c.qkv_biased if name in ("attention.q", "attention.k", "attention.v") else c.bias:
+                weights.append(_Weight(n, 1, n_axis, None, f"{name}.bias" in trained))
+        kinds = ["weight", "bias"][: 1 + c.norm_bias]
+        norms = [f"{norm}.{kind}" in trained for norm in ("norm1", "norm2") for kind in kinds]
+        self.weights(weights + self.norm_weights(norms), again=not kept)
         self.head_norms()
-        self.bucket(self.stored, self.last)
+        self.sum_replicas()
         self.in_parts(self.layer)
 
+    def ups(self, n: int) -> dict[str, int]:
+        """The MLP's linears into its inner features."""
+        return dict.fromkeys(("mlp.gate", "mlp.up") if self.c.gated else ("mlp.up",), n)
+
     def layer(self) -> None:
-        ups = 2 if self.c.gated else 1
-        if self.recompute == "full":
+        if self.recompute == "full" and self.backward:
             self.save(self.m // self.y * self.d * self.e)  # the block's input
             self.forwards, self.saving = 2, False
         self.norm()
         self.attention()
         self.norm()
         f = self.part(self.c.ffn, "y")
-        self.product(self.d, [ups * f], k_axis="z", n_axis="y")
-        self.save(self.m // self.z * ups * f * self.e)  # what the nonlinearity saw
-        self.product(f, [self.d], k_axis="y", n_axis="z")
-        self.forwards, self.saving = 1, True
+        ups = self.ups(f)
+        self.product(self.d, [ups], k_axis="z", n_axis="y")
+        self.save(self.m // self.z * sum(ups.values()) * self.e)  # what the nonlinearity saw
+        self.product(f, [{"mlp.down": self.d}], k_axis="y", n_axis="z")
+        self.forwards, self.saving = 1, self.backward
 
     def attention(self) -> None:
         c, y, z, m = self.c, self.y, self.z, self.m
         q, kv = c.q_dim // y, self.part(c.kv_dim, "y")
         few = c.kv_heads % (y * z) != 0  # keys and values then come out cut by tokens
-        self.product(self.d, [q, 2 * kv] if few else [q + 2 * kv], "z", "y", whole=few)
-        if self.recompute == "selective":
+        queries, keys = {"attention.q": q}, {"attention.k": kv, "attention.v": kv}
+        self.product(self.d, [queries, keys] if few else [queries | keys], "z", "y", whole=few)
+        again = self.recompute == "selective" and self.backward
+        if again:
             self.save((m * q + 2 * m * kv) // z * self.e)
             self.forwards, self.saving = 2, False
         self.attend(few, kv)
-        if self.recompute == "selective":
+        if again:
             self.forwards, self.saving = 1, True
-        self.product(q, [self.d], k_axis="y", n_axis="z")
+        self.product(q, [{"attention.out": self.d}], k_axis="y", n_axis="z")
 
     def attend(self, few: bool, kv: int) -> None:
         c, y, z, m = self.c, self.y, self.z, self.m
@@ -233,13 +283,13 @@ class _CuboidStep(Counter):
             piece, index = self.s // 2, self.at["x"] % self.context
             seen = [(piece, (index + 1) * piece), (piece, (2 * self.context - index) * piece)]
         scores = sum(s * t for s, t in seen)
-        self.cost.flops += (4 * self.forwards + 10) * self.b * heads * scores * c.head_dim
+        self.cost.flops += (4 * self.forwards + 10 * self.backward) * self.b * heads * scores * c.head_dim
         outputs = m * heads * c.head_dim
         saved = outputs + keys  # queries, keys and values
         if self.context > 1:
             masks = sum(s * t for s, t in seen if s != t)
             saved += outputs + masks  # the pieces' outputs before they are joined
-        elif self.policy.activations == "retain" and z > 1:
+        elif (self.policy.activations == "retain" and z > 1) or not self.trains("attention.out"):
             saved += outputs  # else the very tensor that the next product saves
         self.save(saved * self.e + m * heads * self.wide)  # and the rows' log-sum-exps
 
@@ -261,13 +311,16 @@ class _CuboidStep(Counter):
         vocab = self.part(self.c.vocab, "y")
         if not self.c.tied:
             self.cost.matrices += self.part(vocab, "x") * self.d * self.stored
-            self.bucket(self.stored, self.last)
+            self.in_bucket += self.trained.head * self.part(vocab, "x") * self.d
+            self.sum_replicas()
             self.gather("x", ceil_div(vocab, self.x) * self.x * self.d)
         self.in_parts(self.end)
-        self.scatter("x", ceil_div(vocab, self.x) * self.x * self.d)  # dW
+        if self.trained.head:
+            self.scatter("x", ceil_div(vocab, self.x) * self.x * self.d)  # dW
+            self.cost.saved += ceil_div(vocab, self.x) * self.d * self.stored
         for axis in ("x", "z", "data"):
             self.reduce(axis, 2, self.wide)  # loss and count
-        self.save(ceil_div(vocab, self.x) * self.d * self.stored + self.wide)  # dW and the count
+        self.cost.saved += self.wide  # the count
 
     def end(self) -> None:
         """The last norm and the head."""
@@ -280,7 +333,9 @@ class _CuboidStep(Counter):
             rows = chunk * self.b
             self.scatter("z", rows * vocab)  # logits
             self.gather("y", 4 * rows // self.z * self.y, self.wide)  # the parts of each row's loss
-            self.gather("z", rows * vocab)  # dlogits
-        self.scatter("y", self.m * self.d)  # dX
-        self.cost.flops += 3 * 2 * self.m * self.d * vocab
+            if self.backward or self.trained.head:
+                self.gather("z", rows * vocab)  # dlogits
+        if self.backward:
+            self.scatter("y", self.m * self.d)  # dX
+        self.cost.flops += (1 + self.backward + self.trained.head) * 2 * self.m * self.d * vocab
         self.save(self.m // self.y * self.d * self.e)  # dX

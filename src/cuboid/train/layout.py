@@ -1,0 +1,31 @@
+"""What a run is laid out on: its cuboid with the schedule that suits, or one device to compare with."""
+
+import torch
+
+from cuboid.baselines.serial import Serial
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import COMPUTE, CuboidParallel, Policy, suitable_schedule
+from cuboid.model.parallel import Parallel
+from cuboid.run.launch import World
+from cuboid.step.schedule import Schedule
+from cuboid.train.config import TrainConfig
+
+
+def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
+    memory, schedule = config.memory, schedule_of(config, model, world.apart)
+    cuboid, policy = config.cuboid_shape(), Policy(memory.activations, memory.weights, memory.head_elements)
+    mesh = Mesh(cuboid, world.rank, world.device, watch=world.watch, per_host=world.local_size)
+    return CuboidParallel(model, mesh, policy, COMPUTE[config.precision.dtype], schedule)
+
+
+def schedule_of(config: TrainConfig, model: ModelConfig, apart: bool) -> Schedule:
+    """As configured, and what suits where it is not."""
+    d, asked, itemsize = config.data, config.overlap, (COMPUTE[config.precision.dtype] or torch.float32).itemsize
+    suits = suitable_schedule(model, config.cuboid_shape(), d.batch // d.micro_batches, d.seq, itemsize, apart)
+    parts, chunks = asked.parts or suits.parts, asked.chunks or suits.chunks
+    return Schedule(asked.prefetch, parts, chunks, asked.compile, asked.beside)
+
+
+def on_one_device(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:
+    return Serial(model, COMPUTE[config.precision.dtype], world.device)

@@ -1,0 +1,155 @@
+"""Before ranks start: does what a run will hold, by the planner's figures, fit into the memory its host has free?
+
+A step's peak is planned to a few percent, and what a process needs besides comes on top. So a run is rejected only
+where the plan is clearly beyond what is free: then it would not have run.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from math import ceil
+
+from cuboid.device import free_memory, is_gpu
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import Policy
+from cuboid.plan.explain import gigabytes
+from cuboid.plan.hardware import PRESETS
+from cuboid.plan.layer import Choice, Work
+from cuboid.plan.memory import planned
+from cuboid.plan.search import shapes
+from cuboid.plan.sizes import Sizes
+from cuboid.run.launch import World
+from cuboid.train.auto import vocab_of
+from cuboid.train.config import TrainConfig
+from cuboid.train.layout import schedule_of
+
+CLEARLY = 1.05  # how far a plan may be above what is held
+FORCE = "--force goes on regardless"
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that one rank holds at its fullest moment, by kind."""
+
+    by_kind: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.by_kind.values())
+
+    @property
+    def at_rest(self) -> int:
+        """What no other cuboid of as many ranks and no recomputation makes less."""
+        return sum(self.by_kind[kind] for kind in ("parameters", "optimizer"))
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in self.by_kind.items())
+        return f"{gigabytes(self.peak)} ({parts})"
+
+
+def need(config: TrainConfig, apart: bool, gpu: bool = False) -> Need:
+    """Of the first rank, which has the largest parts; `apart` as `World.apart`."""
+    d, m, cuboid = config.data, config.memory, config.cuboid_shape()
+    model = config.model_config(config.model.vocab or vocab_of(d))
+    batch = d.batch // d.micro_batches
+    work = Work(model, batch, d.seq, config.precision.dtype, d.micro_batches, config.model.freeze)
+    policy = Policy(m.activations, m.weights, m.head_elements)
+    choice = Choice(m.checkpoint, policy, schedule_of(config, model, apart))
+    found = planned(PRESETS["h100-ndr" if gpu else "cpu"], work, cuboid, choice)  # which are NCCL's and gloo's
+    return Need({each.name: int(getattr(found, each.name)[0]) for each in fields(found)})
+
+
+def check(config: TrainConfig, local: int) -> None:
+    """Raise if so many ranks on this host, all that torchrun starts or we do, need clearly more than it has free."""
+    apart, free = local < config.cuboid_shape().ranks, free_memory()
+    found = need(config, apart)
+    if local * found.peak > CLEARLY * free:
+        raise ValueError(
+            f"the run does not fit: a rank needs {found} at its peak, {local} of them on this host "
+            f"{gigabytes(local * found.peak)}, and {gigabytes(free)} are free; "
+            f"{remedy(config, local, free / local, apart)}; {FORCE}"
+        )
+
+
+def check_device(world: World, config: TrainConfig) -> None:
+    """The same of this rank's GPU, if it has one."""
+    if not is_gpu(world.device):
+        return
+    found, free = need(config, world.apart, gpu=True), free_memory(world.device)
+    if found.peak > CLEARLY * free:
+        raise ValueError(
+            f"the run does not fit: a rank needs {found} at its peak, and a GPU has {gigabytes(free)} free; "
+            f"{remedy(config, 1, free, world.apart, gpu=True)}; {FORCE}"
+        )
+
+
+def check_weights(config: ModelConfig, cuboid: Cuboid) -> None:
+    """Raise if not even a model's weights, in fp32, fit into this host."""
+    size = 4 * cuboid.ranks * int(Sizes(config, [cuboid], 1, cuboid.x * cuboid.data, 1).parameters[0])
+    if size > CLEARLY * (free := free_memory()):
+        raise ValueError(
+            f"the model does not fit: its weights are {gigabytes(size)}, and this host has {gigabytes(free)} free; use "
+            "one with more memory, or several with torchrun"
+        )
+
+
+def remedy(config: TrainConfig, local: int, free: float, apart: bool, gpu: bool = False) -> str:
+    """The smallest change with which a rank needs no more than what is free, found by planning."""
+    least = need(config, apart, gpu)
+    for change, changed in changes(config):
+        now = need(changed, apart, gpu)
+        if now.peak <= free:
+            return f"{change} would fit, with {gigabytes(local * now.peak)}"
+        least = min(least, now, key=lambda each: each.peak)
+    hosts = ceil(least.peak / free) if free else 0
+    more = f" or at least {hosts} times the memory" if hosts else ""
+    return (
+        f"no recomputation, micro-batches or other cuboid of as many ranks would: the least is "
+        f"{gigabytes(local * least.peak)}, of which parameters and optimizer {gigabytes(local * least.at_rest)}; use a "
+        f"smaller model{more}"
+    )
+
+
+def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """Ever larger ones: recomputation, micro-batches, both, then another cuboid, with both if need be."""
+    yield from _recomputed(config)
+    yield from _in_micro_batches(config)
+    for change, full in [*_recomputed(config)][-1:]:
+        for more, changed in _in_micro_batches(full):
+            yield f"{change} {more}", changed
+    k, d = config.cuboid, config.data
+    model = config.model_config(config.model.vocab or vocab_of(d))
+    for data, x, y, z in shapes(model, config.cuboid_shape().ranks, d.batch // d.micro_batches):
+        if (x, y, z) != (k.x, k.y, k.z) and data <= k.data:
+            other, change = replace(config, cuboid=replace(k, data=data, x=x, y=y, z=z)), f"--cuboid {x},{y},{z}"
+            change += f" --set cuboid.data={data}" * (data != k.data)
+            yield change, other
+            for more, changed in _recomputed(other):
+                yield f"{change} {more}", changed
+                for most, finest in [*_in_micro_batches(changed)][-1:]:
+                    yield f"{change} {more} {most}", finest
+
+
+def _recomputed(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    levels = ("none", "selective", "full")
+    for level in levels[1 + levels.index(config.memory.checkpoint) :]:
+        memory = replace(config.memory, checkpoint=level)  # type: ignore[arg-type]
+        yield f"--set memory.checkpoint={level}", replace(config, memory=memory)
+
+
+def _in_micro_batches(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    d = config.data
+    for count in range(d.micro_batches + 1, d.batch // config.cuboid.data + 1):
+        if d.batch % (count * config.cuboid.data) == 0:
+            yield f"--set data.micro_batches={count}", replace(config, data=replace(d, micro_batches=count))
+
+
+def crowd(local: int) -> str:
+    """A warning where ranks outnumber the cores that they compute on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if local <= cores:
+        return ""
+    return (
+        f"{local} ranks share {cores} core{'s' * (cores > 1)}, so a step takes {local / cores:.3g} × as long or longer"
+    )

@@ -1,0 +1,142 @@
+"""Before ranks start: what is planned not to fit is rejected, with what would; what fits runs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Cuboid, on, sets, settings, tiny, write_text
+
+from cuboid.device import _left_by_groups, free_memory
+from cuboid.plan.hardware import PRESETS
+from cuboid.plan.layer import Choice, Work
+from cuboid.plan.search import predict
+from cuboid.run.launch import World
+from cuboid.train import preflight
+from cuboid.train.config import load
+
+ONE_STEP = ("schedule.steps=1", "schedule.warmup=0", "logging.sample_tokens=0", *on("2,1,1"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch):
+    """Sets what this host has free."""
+
+    def be(size: float) -> None:
+        monkeypatch.setattr(preflight, "free_memory", lambda *_: size)
+
+    return be
+
+
+def test_preflight_runs_below_a_limit_and_rejects_above(text: Path, cuboid: Cuboid, limit) -> None:
+    peak = 2 * preflight.need(tiny(text, *ONE_STEP), apart=False).peak
+    limit(peak / 0.9)
+    assert (said := cuboid("train", *sets(settings(text, *ONE_STEP)))).code == 0, said.err
+    limit(peak / 1.1)
+    said = cuboid("train", *sets(settings(text, *ONE_STEP)))
+    assert said.code == 2
+    assert said.out == ""  # no rank was started
+    for words in ("a rank needs", "2 of them on this host", "are free", "--force goes on regardless"):
+        assert words in said.err
+    said = cuboid("train", "--force", *sets(settings(text, *ONE_STEP)))
+    assert said.code == 0
+    assert "warning: the run does not fit" in said.err
+
+
+def test_preflight_has_the_planners_figures() -> None:
+    config = load(None, ["model.dropout=0.1", "data.micro_batches=2", "memory.checkpoint=selective"])
+    work = Work(config.model_config(256), 8, 128, "fp32", 2)
+    plan = predict(PRESETS["cpu"], work, config.cuboid_shape(), Choice("selective"))
+    assert preflight.need(config, apart=False).by_kind == plan.memory
+
+
+BIG = ["data.batch=64", "data.seq=512", "cuboid.data=2"]
+
+
+@pytest.mark.parametrize("share", [0.9, 0.3, 0.2])
+def test_preflight_remedy_is_the_smallest_that_fits(share: float, limit) -> None:
+    config = load(None, BIG, "gpt2-124m")
+    ranks = config.cuboid_shape().ranks
+    free = share * ranks * preflight.need(config, False).peak
+    limit(free)
+    with pytest.raises(ValueError, match="the run does not fit") as error:
+        preflight.check(config, ranks)
+    advice = str(error.value).split("are free; ")[1].split(" would fit")[0]
+    words = advice.replace("--cuboid ", "--set --cuboid=").split(" --set ")
+    changes = [word.removeprefix("--set ") for word in words]
+    for before in (changes[:-1], changes):
+        others = [change for change in before if not change.startswith("--cuboid")]
+        for change in before:
+            if change.startswith("--cuboid="):
+                others += [f"cuboid.{axis}={n}" for axis, n in zip("xyz", change[9:].split(","), strict=True)]
+        fits = ranks * preflight.need(load(None, [*BIG, *others], "gpt2-124m"), False).peak <= free
+        assert fits == (before is changes), (advice, before)
+
+
+def test_preflight_rejects_a_model_beyond_any_change(cuboid: Cuboid, limit) -> None:
+    limit(16e9)
+    said = cuboid("train", "--preset", "llama-3-8b", "--set", "cuboid.x=8")
+    assert said.code == 2
+    assert said.out.startswith("cuboid  x=8 as given, y=2 and z=2 by default: (8,2,2), 32 ranks; --cuboid 8,1,1")
+    assert "no recomputation, micro-batches or other cuboid of as many ranks would" in said.err
+    assert "use a smaller model or at least" in said.err
+    assert said.err.count("\n") == 2  # and that ranks share cores
+
+
+def test_train_says_which_axes_are_defaults(text: Path, cuboid: Cuboid, tmp_path: Path) -> None:
+    (tmp_path / "some.toml").write_text("[cuboid]\ny = 1\nz = 1\n")
+    said = cuboid("train", *sets([*settings(text), "cuboid.x=1", "schedule.warmup=99"]))  # rejected, once that is said
+    assert said.out.startswith("cuboid  x=1 as given, y=2 and z=2 by default")
+    for words in (["some.toml", "--set", "cuboid.x=1"], ["--cuboid", "1,1,1"], sets(on("1,1,1"))):
+        said = cuboid("train", *words, *sets([*settings(text), "schedule.steps=1", "schedule.warmup=0"]))
+        assert said.code == 0, said.err
+        assert "by default" not in said.out
+
+
+def test_train_warns_once_of_ranks_that_share_cores() -> None:
+    assert preflight.crowd(1) == ""
+    assert "4096 ranks share" in preflight.crowd(4096)
+
+
+def test_eval_rejects_weights_beyond_memory(text: Path, cuboid: Cuboid, limit, tmp_path: Path) -> None:
+    limit(1e12)
+    changes = settings(text, *ONE_STEP, f"logging.folder={tmp_path / 'run'}")
+    assert cuboid("train", *sets(changes)).code == 0
+    limit(1000)
+    for words in (("eval", tmp_path / "run", "--seq", "16"), ("sample", tmp_path / "run")):
+        said = cuboid(*words)
+        assert said.code == 2
+        assert "the model does not fit: its weights are" in said.err
+
+
+def test_preflight_looks_at_a_ranks_gpu(text: Path, limit) -> None:
+    config, world = tiny(text, *ONE_STEP), World(0, 2, torch.device("cuda", 0), 2)
+    peak = preflight.need(config, apart=True, gpu=True).peak
+    limit(peak / 0.9)
+    preflight.check_device(world, config)
+    limit(peak / 1.1)
+    with pytest.raises(ValueError, match="a GPU has"):
+        preflight.check_device(world, config)
+
+
+def test_free_memory_keeps_to_control_groups(tmp_path: Path) -> None:
+    groups, root = tmp_path / "cgroup", tmp_path / "fs"
+
+    def put(folder: Path, **files: object) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, value in files.items():
+            (folder / name.replace("_", ".", 1)).write_text(f"{value}\n")
+
+    put(root / "job", memory_max=1000, memory_current=700, memory_stat="inactive_file 200\nactive_file 50\nanon 450")
+    put(root / "job" / "rank", memory_max="max", memory_current=10, memory_stat="inactive_file 0")
+    groups.write_text("0::/job/rank\n")
+    assert list(_left_by_groups(groups, root)) == [550]
+    put(root / "memory" / "a", memory_limit_in_bytes=100, memory_usage_in_bytes=90, memory_stat="total_active_file 5")
+    groups.write_text("5:devices:/\n4:memory:/a\n0::/\n")
+    assert list(_left_by_groups(groups, root)) == [15]
+    assert list(_left_by_groups(tmp_path / "none", root)) == []
+    assert free_memory() > 0
