@@ -49,7 +49,7 @@ def edited(mutant: Mutant) -> Iterator[None]:
 MUTANTS = [
     # the product
     Mutant("dX of one linear replaces the others'", PRODUCT, "Product.run", "add=i > 0", "add=False"),
-    Mutant("a bias of another block", PRODUCT, "Out.__init__", "k.index if", "0 if"),
+    Mutant("a bias of another block", PRODUCT, "Out.bias", "[self._block]", "[0]"),
     Mutant(
         "X gathered again from the wrong shard",
         PRODUCT,
@@ -73,8 +73,8 @@ MUTANTS = [
         "torch.cat(list(chunks))",
     ),
     Mutant("a bias's gradient of the last sub-batch", PRODUCT, "add_up", "db += dY", "db[:] = dY"),
-    Mutant("X not gathered early", PRODUCT, "Product.run", "    before()\n", "    pass\n"),
-    Mutant("X gathered again behind dX", PRODUCT, "Product.run", "    again.launch()\n", "    pass\n"),
+    Mutant("X not gathered early", PRODUCT, "Product.run", "aside = before()", "aside = nothing()"),
+    Mutant("X never gathered again", PRODUCT, "Product.run", ", again.launch())", ")"),
     Mutant(
         "chunks of dY out of order",
         PRODUCT,
@@ -83,7 +83,7 @@ MUTANTS = [
         "again.flights, dY_mn[::-1], w",
     ),
     Mutant("frozen linears take others' columns", PRODUCT, "_trained", "zip(group, parts", "zip(group, parts[::-1]"),
-    Mutant("retained X gathered again", PRODUCT, "Product.__call__", "partial(list, kept) if", "gather if"),
+    Mutant("retained X gathered again", PRODUCT, "Product.__call__", "trained and not self.retain", "trained"),
     Mutant("chunks that do not divide", PRODUCT, "chunk_count", "lcm(y, z)", "max(y, z)"),
     # weights
     Mutant(
@@ -131,7 +131,7 @@ MUTANTS = [
         "by_weight(part.view(x.size, -1), list(message.values()))",
         "by_weight(part.view(x.size, -1), list(message.values()))[::-1]",
     ),
-    Mutant("late gradients made early", WEIGHTS, "Gathered.make", "if self._late else work()", "if False else work()"),
+    Mutant("late gradients made early", WEIGHTS, "Gathered.make", "if not self.late:", "if True:"),
     # the runner
     Mutant(
         "targets of another sub-batch",
@@ -165,7 +165,7 @@ MUTANTS = [
     ),
     Mutant("no prefetch", RUNNER, "_Shelf.take", "self.ahead and len", "False and len"),
     Mutant("losses summed, not averaged", RUNNER, "Runner.play", "scale / len(batches)", "scale"),
-    Mutant("weight gradients never made", RUNNER, "Runner.play", "settle(left.pop(i), sums)", "left.pop(i)"),
+    Mutant("weight gradients never made", RUNNER, "Runner.play", "settle(left.pop(i), sums, clock)", "[]"),
     Mutant("one micro-batch counted", RUNNER, "Runner.sums", "passes * uses", "uses"),
     Mutant(
         "early gradients used twice",
@@ -248,7 +248,12 @@ MUTANTS = [
         "Product([linear], *((z, y) if heads else (y, z))",
     ),
     # turns
-    Mutant("sub-batches run away from each other", SCHEDULE, "interleave", "last[r.task] + MOST_AHEAD", "1000"),
+    Mutant("a forward taken for the whole step", SCHEDULE, "Clock._pace", "1.5 *", "1.0 *"),
+    Mutant("the pace of what was sent last", SCHEDULE, "Clock.launch", "sent if self.forward else 0.0", "sent"),
+    Mutant("messages of an axis all at once", SCHEDULE, "Clock.lands", "if each <= number", "if each == number"),
+    Mutant("no waits for what was launched before", SCHEDULE, "interleave", "pause.message or clock", "clock"),
+    Mutant("turns by a rank's sums in flight", RUNNER, "settle", "len(sums.launched)", "len(sums._flying)"),
+    Mutant("sub-batches run away from each other", SCHEDULE, "interleave", "last[at[0]] + MOST_AHEAD", "1000"),
     # messages
     Mutant("another's part of a sum for one's own", BASE, "Transport._exchange", "(first, row)", "(second, row)"),
     Mutant("sums of low precision", BASE, "Transport.reduce_scatter", "torch.float32", "torch.bfloat16"),

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -223,6 +224,15 @@ def test_overlap_found_derives_figures_from_samples() -> None:
     assert {name: row[name] for name in wanted} == wanted
     assert [step["exposed"] for step in row["samples"]["off"]] == [3.0, 4.0, 5.0]
     assert json.dumps(row)
+    assert row["beside"] is None
+    beside = Found("(2,1,1)", 1.0, "8mbit", on, off, 2.0, [0.5], 2, 96, besides=on)
+    assert (beside.beside, beside.beside_cells()) == ((4.0, 0.25), ["4.00", "25%"])
+
+
+def test_contestant_beside_sends_bytes_of_all_micro_batches(pool: Pools) -> None:
+    chosen, problem = Contestant("cuboid", Cuboid(1, 2, 2), beside=True), replace(PROBLEM, micro_batches=2)
+    sent = pool(4).run(messages, chosen, problem)[0]
+    assert sum(each.bytes for each in sent if each.axis == "z") == 2 * chosen.cost(PROBLEM, 0).bytes()["z"]
 
 
 def test_bare_collectives_send_bytes_of_step(pool: Pools) -> None:

@@ -20,7 +20,7 @@ from cuboid.comm.collectives import (
     reduce_scatter,
 )
 from cuboid.comm.ledger import Span
-from cuboid.comm.transport.gloo import LEAST_ALONE, SMALL, Gloo
+from cuboid.comm.transport.gloo import SMALL, Gloo
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.run.launch import Pool, World
@@ -74,7 +74,7 @@ def test_comm_matches_hand_computed_results(kind: Kind, pool: Callable[[int], Po
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_comm_large_tensors_match_hand_computed_results(kind: Kind, pool: Callable[[int], Pool]) -> None:
     """They go another way."""
-    width = 2 * LEAST_ALONE // (8 * ROWS)
+    width = 2 * Gloo.least_alone // (8 * ROWS)
     assert max(pool(12).run(on_mesh, error_of, MIXED, kind, width)) < 1e-15
 
 

@@ -79,6 +79,11 @@ CHECKS: dict[str, Check] = {
     "launches of all ranks": partial(
         alone, test_property.test_cuboid_parallel_launches_alike_where_ranks_pick_unequal_key_heads
     ),
+    "launches of ranks without words": partial(
+        alone, test_property.test_cuboid_parallel_launches_alike_where_ranks_own_no_words
+    ),
+    "clock": partial(alone, test_schedule.test_clock_paces_a_link_by_the_forward),
+    "messages waited for": partial(alone, test_schedule.test_interleave_waits_for_messages_launched_before),
     "memory": partial(alone, test_schedule.test_schedule_prefetch_memory_is_at_most_two_layers),
     "second backward": test_step.test_model_second_backward_says_why_not,
     "hooks": test_step.test_model_gradient_hooks_are_called_once_per_step,

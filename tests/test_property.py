@@ -102,6 +102,21 @@ def test_cuboid_parallel_launches_alike_where_ranks_pick_unequal_key_heads() -> 
     assert silently([0], 1, differences, [UNEVEN]) == [[]]
 
 
+#: The last ranks of y own no word of the vocabulary.
+FEW_WORDS = Case(
+    ModelConfig("gpt2", layers=2, hidden=96, heads=8, vocab=5, context=12, tied=False),
+    Cuboid(2, 4, 1),
+    batch=4,
+    seq=12,
+    schedule=Schedule(parts=2),
+    micro_batches=2,
+)
+
+
+def test_cuboid_parallel_launches_alike_where_ranks_own_no_words() -> None:
+    assert silently([0], 1, differences, [FEW_WORDS]) == [[]]
+
+
 @pytest.mark.slow
 def test_verify_passes_where_ranks_pick_unequal_key_heads(cuboid: Command) -> None:
     options = "--family llama --cuboid 2,3,1 --heads 6 --kv-heads 2 --hidden 96 --seq 12 --vocab 64 --batch 3 --parts 3"

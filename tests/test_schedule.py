@@ -175,6 +175,40 @@ def test_interleave_launches_all_sub_batches_before_waiting() -> None:
     assert order == [f"{name} {done}" for done in ("launched", "awaited") for name in "abc"]
 
 
+def test_interleave_waits_for_messages_launched_before() -> None:
+    """Whoever waits for a message that was launched before lets the others compute until it lands."""
+    clock, order = Clock(), list[str]()
+    message = clock.launch(3, "x")
+
+    def waits() -> Steps:
+        yield Pause(message=message)
+        order.append("waited")
+
+    def works() -> Steps:
+        for i in range(2):
+            yield Pause(work=1)
+            order.append(f"worked {i}")
+
+    interleave([Task([waits(), works()], list)], clock)
+    assert order == ["worked 0", "worked 1", "waited"]
+
+
+def test_clock_paces_a_link_by_the_forward() -> None:
+    """A backward does twice its forward's work and sends as much, so that a byte takes three halves as long."""
+    clock = Clock()
+    clock.wait(clock.launch(10, "y"))
+    clock.compute(20)
+    assert clock.lands(clock.launch(0, "y")) == clock.now
+    clock.forward = False
+    first, second = clock.launch(4, "z"), clock.launch(2, "z")
+    assert clock.lands(first) == clock.now + 4 * 3
+    assert clock.lands(second) == clock.now + 6 * 3  # behind the first
+    clock.launch(1, "y")
+    assert clock.lands(first) == clock.now + 5 * 3  # beside it
+    clock.compute(15)
+    assert clock.lands(first) == clock.now
+
+
 def launched_beside(world: World, beside: bool) -> list[tuple[str, str, str]]:
     """The moves that are under way at each launch of a step of two micro-batches, its axis and kind."""
     mesh = Mesh(Cuboid(2, 2, 1), world.rank)

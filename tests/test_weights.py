@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cuboid import Cuboid, CuboidParallel, Mesh, ModelConfig, Pool, Transformer, World
+from cuboid.comm.transport.base import Transport
 from cuboid.step.weights import joined
 
 MODEL = ModelConfig("llama", layers=2, hidden=24, heads=4, ffn=48, vocab=16, context=8)
@@ -59,7 +60,7 @@ def travelled(world: World, shape: Cuboid, dtype: torch.dtype | None, vocab: int
     model, tokens = replace(MODEL, vocab=vocab), torch.arange(64).view(8, 8) % vocab
     pieces, counts, losses, gradients = [], [], [], []
     for least in (1 << 30, 128):
-        with patch("cuboid.step.weights.LEAST_ALONE", least):
+        with patch.object(Transport, "least_alone", least):
             one = Transformer(CuboidParallel(model, mesh, dtype=dtype), seed=1)
         pieces.append(len(one._buckets[one.blocks[0]].messages))
         mesh.ledger.reset()

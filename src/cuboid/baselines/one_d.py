@@ -32,7 +32,7 @@ from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind
 from cuboid.comm.flight import Pause, Steps
 from cuboid.layers.attend import Attend
-from cuboid.layers.embedding import Lookup
+from cuboid.layers.embedding import lookup
 from cuboid.layers.head import HeadLoss
 from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
@@ -124,7 +124,7 @@ class OneD:
     # Layers
 
     def embed(self, tables: Sequence[nn.Parameter], rows: Sequence[int]) -> Layer:
-        return Lookup(tables, rows, self.mesh.y, kind=self._after)
+        return lookup(tables, rows, self.mesh.y, self.config.hidden, self._after)
 
     def norm(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Layer:
         return Normalise(weight, bias, ALONE, self.config.norm_eps)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Literal, Protocol
 
@@ -27,6 +27,7 @@ from cuboid.plan.cost.native import native_cost
 from cuboid.plan.cost.one_d import one_d_cost
 from cuboid.plan.cost.two_d import two_d_cost
 from cuboid.run.launch import World
+from cuboid.step.runner import At
 from cuboid.step.schedule import OFF, Schedule
 
 #: The ideal ones send the least that their algorithm can, where gloo's collectives send more.
@@ -42,6 +43,7 @@ class Contestant:
     way: Way
     shape: Cuboid
     overlap: bool = True  # False: a cuboid that hides nothing
+    beside: bool = False  # a cuboid that runs the forward of a micro-batch beside the backward of the one before it
 
     @property
     def native(self) -> bool:
@@ -89,7 +91,8 @@ class Contestant:
         """Of a cuboid, what suits its sizes and the network."""
         if not self.cuboidal or not self.overlap:
             return OFF
-        return suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4, problem.apart)
+        suits = suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4, problem.apart)
+        return replace(suits, beside=self.beside)
 
     def parallel(self, problem: Problem, mesh: Mesh) -> Parallel:
         if self.way == "serial":
@@ -145,11 +148,15 @@ class ModelRunner:
         self._parallel = contestant.parallel(problem, self.mesh)
         self.module = Transformer(self._parallel, problem.seed)
         self.optimizer: torch.optim.Optimizer = adamw(self.module)
-        self.ledger = self.mesh.ledger
+        self.ledger, self._micro_batches = self.mesh.ledger, problem.micro_batches
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Of several micro-batches the backwards too: none is left for the loss that it returns."""
         place = self._parallel.place(*tokens.shape)
-        loss: Tensor = self.module(place.take(tokens, 0), place.take(targets, -100), place)
+        ids, wanted = place.take(tokens, 0), place.take(targets, -100)
+        if self._micro_batches > 1:
+            return self.module.play([(ids, At(place, wanted))] * self._micro_batches)[-1].requires_grad_()
+        loss: Tensor = self.module(ids, wanted, place)
         return loss
 
     def clip(self) -> None:

@@ -4,13 +4,14 @@ Off, every collective is awaited where it is launched. So its step is compute al
 the other, and tells both: the time waited, and the rest. A link's rate is chosen from them so that communication takes
 as long as compute, half as long, or twice as long. At best a step with the schedule on takes the longer of the two.
 Eight ranks share their cores with one another and with TCP: there the rate is such that a link takes as long over its
-bytes as the cores over the whole step.
+bytes as the cores over the whole step. With several micro-batches a third schedule runs the forward of each beside the
+backward of the one before it.
 """
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,6 +50,7 @@ class Found:
     tcps: list[float]  # CPU seconds of all ranks together for the step's collectives by themselves, each time
     ranks: int
     bytes: int  # that the busiest rank sends in a step
+    besides: list[Times] = field(default_factory=list)  # every step with forwards beside backwards, if there were any
 
     @property
     def on(self) -> Spread:
@@ -104,12 +106,25 @@ class Found:
     def traced_share(self) -> float:
         return self.traced / self.communication
 
+    @property
+    def beside(self) -> tuple[float, float] | None:
+        """The step with forwards beside backwards, and its exposed share of communication."""
+        if not self.besides:
+            return None
+        step, exposed = (median(getattr(times, name) for times in self.besides) for name in ("step", "exposed"))
+        return step, exposed / self.communication
+
     def export(self) -> dict[str, Any]:
         plain = "shape ratio measured_ratio rate bytes compute communication exposed traced cpu tcp gain above_best"
-        names = [*plain.split(), "exposed_share", "traced_share"]
+        names = [*plain.split(), "exposed_share", "traced_share", "beside"]
         samples = {"on": [asdict(each) for each in self.ons], "off": [asdict(each) for each in self.offs]}
+        samples["beside"] = [asdict(each) for each in self.besides]
         spreads = {"on": asdict(self.on), "off": asdict(self.off), "samples": samples | {"tcp": self.tcps}}
         return {name: getattr(self, name) for name in names} | spreads
+
+    def beside_cells(self) -> list[str]:
+        """Under `BESIDE`."""
+        return [] if self.beside is None else [f"{self.beside[0]:.2f}", f"{self.beside[1]:.0%}"]
 
     def cells(self) -> list[str]:
         """A row of the table, under `COLUMNS`."""
@@ -122,6 +137,7 @@ class Found:
 
 COLUMNS = ["cuboid", "comm : compute (asked)", "rate", "off", "on", "gain", "compute", "comm", "on / longer"]
 COLUMNS += ["exposed", "in trace", "CPU s", "of it TCP"]
+BESIDE = ["beside", "exposed beside"]
 
 
 @contextmanager
@@ -177,15 +193,18 @@ def measure(
         with Cluster(shape.ranks, rate) as cluster, Pool(shape.ranks, cluster) as pool:
             ons: list[Times] = []
             offs: list[Times] = []
+            besides: list[Times] = []
             for _ in range(rounds if ratio == 1 else 1):
                 offs += slowest(pool.run(steps, off, problem, 1, slow))
                 ons += slowest(pool.run(steps, on, problem, 1, slow))
+                if problem.micro_batches > 1:
+                    besides += slowest(pool.run(steps, replace(on, beside=True), problem, 1, slow))
             both = (("off", off), ("on", on)) if slow is None else ()
             last = {name: pool.run(traced, each, problem)[0] for name, each in both}
         if ratio == 1:
             traces = {f"schedule {name}": trace for name, trace in last.items()}
         shown = last["on"].exposed() if last else ons[-1].exposed
-        found.append(Found(str(shape), ratio, rate, ons, offs, shown, tcps, shape.ranks, sent))
+        found.append(Found(str(shape), ratio, rate, ons, offs, shown, tcps, shape.ranks, sent, besides))
     return found, traces
 
 
@@ -209,10 +228,11 @@ def overlap(
     hidden: int,
     batch: int,
     slow: SlowMotion | None = None,
+    micro_batches: int = 1,
 ) -> list[Found]:
     """Two hosts of one rank each on each axis, and eight on (2,2,2); of these those that begin with one of `only`."""
     model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=128, tied=False)
-    problem, found = Problem(model, batch, 128, policy), []
+    problem, found = Problem(model, batch, 128, policy, micro_batches=micro_batches), []
     names = begin_with(only, [str(shape) for shape in SHAPES])
     try_hosts("bench overlap cannot do without hosts, which need root and iproute2")
     for shape in (shape for shape in SHAPES if str(shape) in names):
@@ -226,8 +246,9 @@ def overlap(
             draw(traces, path)
     where = f", {slow.without_links()}" if slow is not None else ""
     columns = COLUMNS if slow is None else COLUMNS[:-3]  # an emulated device has no CPU seconds, nor traces
-    table = Table(*columns, title=f"Seconds a step, schedule off and on{where}", title_justify="left")
+    more = BESIDE if micro_batches > 1 else []
+    table = Table(*columns, *more, title=f"Seconds a step, schedule off and on{where}", title_justify="left")
     for each in found:
-        table.add_row(*each.cells()[: len(columns)])
+        table.add_row(*each.cells()[: len(columns)], *each.beside_cells())
     console.print(table)
     return found

@@ -18,6 +18,7 @@ class Problem:
     policy: Policy = Policy(activations="retain")
     seed: int = 0
     apart: bool = True  # ranks' messages leave the processors that compute
+    micro_batches: int = 1  # of a step, each of the whole batch
 
     @property
     def tokens(self) -> int:

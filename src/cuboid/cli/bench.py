@@ -65,7 +65,7 @@ COMMON = {"quick", "out"}
 #: The options that each benchmark takes, with those common to all.
 TAKES = {
     **dict.fromkeys(SETTINGS, TIMED),
-    "overlap": {"rounds", "only", "layers", "hidden", "batch", "activations", "weights", "emulate"},
+    "overlap": {"rounds", "only", "layers", "hidden", "batch", "micro_batches", "activations", "weights", "emulate"},
     "emulation": {"rounds", "only", "layers", "hidden", "batch", "emulate"},
     "cpu": {"ranks", "rounds", "only", "hidden"},
     "accuracy": {"steps", "only"},
@@ -107,6 +107,14 @@ def bench(
     heads: Annotated[int, _option("Heads of attention; they must divide --hidden.", 0)] = 0,
     vocab: Annotated[int, _option("Tokens in the vocabulary.", 0)] = 0,
     batch: Annotated[int, _option("Sequences per step, over all ranks; of weak: on the fewest ranks.", 0)] = 0,
+    micro_batches: Annotated[
+        int,
+        typer.Option(
+            help="Micro-batches of a step, of --batch sequences each. With several, overlap also runs the forward of "
+            "each beside the backward of the one before it.",
+            min=1,
+        ),
+    ] = 1,
     seq: Annotated[int, _option("Tokens per sequence.", 0)] = 0,
     activations: Annotated[
         str, typer.Option(help="Cuboids retain gathered activations for backward, or regather them.")
@@ -144,7 +152,7 @@ def bench(
     slow = parse(emulate) if emulate else None
     if what == "overlap":
         turns = rounds or (2 if quick else 5)
-        overlap(turns, out, console, only, policy, layers or 8, hidden or 1024, batch or 16, slow)
+        overlap(turns, out, console, only, policy, layers or 8, hidden or 1024, batch or 16, slow, micro_batches)
         return
     if what == "emulation":
         turns = rounds or (3 if quick else 7)

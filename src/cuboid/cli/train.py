@@ -84,9 +84,9 @@ def train(
             own = [f"logging.folder={toml(str(run))}", "model.pretrained="]  # its weights are its own by now
             config, overrides = run / "config.toml", own + overrides
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
-    chosen.check()
     if not cuboid and is_first() and (said := half_given(chosen, config, overrides)):
         Console(highlight=False, soft_wrap=True).print(said, markup=False)
+    chosen.check()
     if emulate:
         if resume is not None or trace or under_torchrun():
             raise ValueError(

@@ -14,6 +14,8 @@ from torch import Tensor
 from cuboid.comm.axis import Axis
 from cuboid.comm.ledger import Span
 
+Message = tuple[str, int]  # on the clock by which turns are taken: its axis and number
+
 
 class Pause(NamedTuple):
     """Where a block of the model can be suspended. Sizes are as large on every rank: turns are taken by them."""
@@ -23,6 +25,7 @@ class Pause(NamedTuple):
     axis: str = ""  # over which they are sent
     aside: tuple[float, str] = (0.0, "")  # bytes that it will need only later, and their axis
     later: Callable[[], float] | None = None  # work it has put off: does it and gives its FLOPs, 0 if it was done
+    message: Message | None = None  # in place of `sent`: what it will wait for, launched on the clock before
 
 
 #: What a block of the model is: a generator that yields wherever a collective has been launched but is not yet

@@ -16,53 +16,46 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.comm.axis import Axis
-from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind
-from cuboid.comm.flight import Pause, Steps
+from cuboid.comm.collectives import Kind
+from cuboid.comm.flight import Steps
 from cuboid.mesh.layout import cut
-from cuboid.step.op import Ahead, Back
+from cuboid.step.op import Ahead, Back, Layer, chain, moved
 from cuboid.step.weights import Gathered
 
 
-@dataclass(eq=False)
-class Lookup:
+def lookup(tables: Sequence[nn.Parameter], rows: Sequence[int], y: Axis, width: float, kind: Kind) -> Layer:
     """ids [s, b] -> [s/y, b, d/z], the sum over tables of their rows: of the tokens' and, if there is a second table,
-    of the positions'. `rows` are the global numbers of rows. Where `kind` is all_reduce, X is whole: [s, b, d/z]."""
+    of the positions'. `rows` are the global numbers of rows, `width` is d/z. Where `kind` is all_reduce, not
+    reduce_scatter, X is whole: [s, b, d/z]."""
+    return chain(PartialRows(tables, rows, y), moved(kind, y, width))
+
+
+@dataclass(eq=False)
+class PartialRows:
+    """ids [s, b] -> [s, b, d/z]: zero where a row is in the block of another y."""
 
     tables: Sequence[nn.Parameter]
     rows: Sequence[int]
     y: Axis
-    kind: Kind = "reduce_scatter"
 
     takes, gives = "ids", "residual"
 
     def __call__(self, ids: Tensor, w: Gathered, at: Any) -> Steps:
         all_ids = (ids, at.place.positions[:, None])[: len(self.tables)]
         starts = [cut(n, self.y.size, self.y.index)[0] for n in self.rows]
-        partial = None
-        for table, each, start in zip(self.tables, all_ids, starts, strict=True):
-            rows = _rows(w[table], each, start)
-            partial = rows if partial is None else partial.add_(rows)
-        assert partial is not None
-        flight, pause = (
-            COLLECTIVES[self.kind](partial, self.y),
-            Pause(sent=partial.nbytes * (1 - 1 / self.y.size), axis=self.y.name),
-        )
-        del partial, rows, w
-        yield pause
-        X = flight.wait()
-        del flight
+        first, *others = (_rows(w[t], ids, i) for t, ids, i in zip(self.tables, all_ids, starts, strict=True))
+        for rows in others:
+            first.add_(rows)
 
-        def run(dX_s: Tensor, w: Gathered, before: Ahead) -> Steps:
-            flight = COLLECTIVES[TRANSPOSE[self.kind]](dX_s, self.y)
-            del dX_s
-            yield pause
-            dX = flight.wait()
-            del flight
+        def run(dX: Tensor, w: Gathered, before: Ahead) -> Steps:
             for table, each, start in zip(self.tables, all_ids, starts, strict=True):
                 if table.requires_grad:
                     _add_rows(dX, each, start, *w.gradient([table], wide=True, extra=1))
+            return None
+            yield
 
-        return X, Back(run) if at.train else None
+        return first, Back(run) if at.train else None
+        yield
 
 
 def _add_rows(dX: Tensor, ids: Tensor, start: int, total: Tensor, add: bool) -> None:

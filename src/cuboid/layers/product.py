@@ -179,8 +179,8 @@ class Product:
         rest = [(out, out.bias(w), out.widths(w)) for out in self.outs]
         back = None
         if at.train:
-            kept_or_sent = (partial(list, kept), 0.0) if self.retain else (gather, X_bytes)
-            again = Again(*(kept_or_sent if trained else (list[Flight], 0.0)), self.n.name)
+            kept_or_sent = (gather, X_bytes) if trained and not self.retain else (partial(list, kept), 0.0)
+            again = Again(*kept_or_sent, self.n.name)
             del kept_or_sent
             back = Back(partial(self.run, again, (X_bytes, Y_bytes, flops), b, chunks), again.launch)
             del again

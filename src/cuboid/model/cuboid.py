@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.layers.attend import Attend
-from cuboid.layers.embedding import Lookup
+from cuboid.layers.embedding import lookup
 from cuboid.layers.head import HeadLoss
 from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
@@ -119,7 +119,8 @@ class CuboidParallel:
     # Layers
 
     def embed(self, tables: Sequence[nn.Parameter], rows: Sequence[int]) -> Layer:
-        return Lookup(tables, rows, self.mesh.y)
+        width = self.config.hidden / self.mesh.z.size
+        return lookup(tables, rows, self.mesh.y, width, "reduce_scatter")
 
     def norm(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Layer:
         return Normalise(weight, bias, self.mesh.z, self.config.norm_eps, self.schedule.fuse)

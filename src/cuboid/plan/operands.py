@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from cuboid.comm.transport.gloo import LEAST_ALONE
+from cuboid.comm.transport.base import Transport
+from cuboid.comm.transport.gloo import Gloo
 from cuboid.model.freeze import Trained
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
@@ -46,7 +47,7 @@ class Operands:
         norm = below * (self.dX + rows * (1 + self.c.norm_bias) * self.wide)  # the last one's
         self.layer = (saved - self.head_saved - norm - self.wide) // max(self.backward, 1)
         self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
-        alone = [w.shard * self.e >= LEAST_ALONE for w in weights]
+        alone = [w.shard * self.e >= Transport.least_alone for w in weights]
         self.small = self.packed(weights)
         # copies out of what has arrived, which stays too if large ones lie in it
         both = self.apart * np.logical_or.reduce(alone) * self.small
@@ -56,7 +57,7 @@ class Operands:
 
     def packed(self, weights: Sequence[Weight]) -> Array:
         """Of those that are too small to travel alone."""
-        small = [w.n * w.k * (w.shard * self.e < LEAST_ALONE) for w in weights]
+        small = [w.n * w.k * (w.shard * self.e < Transport.least_alone) for w in weights]
         return added([np.zeros_like(self.s.x), *small]) * self.e
 
     def trains(self, *linears: str) -> bool:
@@ -78,7 +79,7 @@ class Operands:
     def copies(self, axis: str, part: Array) -> Array:
         """What gloo sends of a small part that is gathered: a copy for each rank."""
         ranks, inside = self.s.groups[axis]
-        return self.copying * (ranks > 2) * (inside == ranks) * (part < LEAST_ALONE) * ranks * part
+        return self.copying * (ranks > 2) * (inside == ranks) * (part < Gloo.least_alone) * ranks * part
 
     def received(self, axis: Array) -> Array:
         """Of what is scattered over an axis: everyone's parts, of two ranks the other's alone; NCCL's are sums."""

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_reduce
-from cuboid.comm.flight import Steps
+from cuboid.comm.flight import Message, Pause, Steps, run
 from cuboid.mesh.place import Place
 from cuboid.step.op import Back, Layer, nothing
-from cuboid.step.schedule import Clock, Message, Move, Order, Schedule, Task, interleave
-from cuboid.step.weights import Bucket, Gathered, Landing, Sums, Tensors
+from cuboid.step.schedule import Clock, Move, Order, Schedule, Task, interleave
+from cuboid.step.weights import MOST_IN_FLIGHT, Bucket, Gathered, Landing, Sums, Tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,26 +86,26 @@ class _Shelf:
 
     def __post_init__(self) -> None:
         self._left = [self.parts] * len(self.buckets)
-        self._flying: dict[int, Sequence[Landing]] = {}
-        self._lands: dict[int, Message] = {}
+        self._flying: dict[int, tuple[Message, Sequence[Landing]]] = {}
         self._held: dict[int, Gathered] = {}
 
     def _launch(self, i: int) -> None:
         if i in range(len(self.buckets)) and self._left[i] and i not in self._flying and i not in self._held:
-            sent = sum(bucket.sent for bucket in self.needed[i] if bucket not in self.kept)
-            self._lands[i] = self.clock.launch(sent, "x")
-            self._flying[i] = [self._gather(bucket) for bucket in self.needed[i]]
+            message = self.clock.launch(sum(each.sent for each in self.needed[i] if each not in self.kept), "x")
+            self._flying[i] = message, [self._gather(bucket) for bucket in self.needed[i]]
 
     def _gather(self, bucket: Bucket) -> Landing:
         return partial(dict, self.kept.pop(bucket)) if bucket in self.kept else bucket.gather()
 
-    def take(self, i: int) -> Gathered:
+    def take(self, i: int) -> Steps:
+        """Gives the weights."""
         if i not in self._held:
             self._launch(i)
+            yield Pause(message=self._flying[i][0])
+        if i not in self._held:  # another sub-batch may have come here first
             weights: Tensors = {}
-            for land in self._flying.pop(i):
+            for land in self._flying.pop(i)[1]:
                 weights |= land()
-            self.clock.wait(self._lands.pop(i))
             self._held[i] = Gathered(self.buckets[i], weights, self.parts, self.late)
             if self.ahead and len(self._held) == 1:
                 self._launch(i + self.step)  # once these are here: they would share the link, and all would wait longer
@@ -189,7 +189,7 @@ class Runner:
             total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
             for axis in self.sums_over:
                 total = all_reduce(total, axis).wait()
-            passed.count = total[1].clamp(min=1)
+            passed.count, clock.forward = total[1].clamp(min=1), False
             passed.early = [(partial(dict, land()), shrunk) for land, shrunk in passed.early]
             return total[0] / passed.count, passed
 
@@ -212,7 +212,7 @@ class Runner:
             if i >= passed.lowest:
                 spared = i == passed.lowest > 0 and getattr(stage.layer, "spares_dX", False)
                 here = replace(at, lowest=True) if spared else at
-            steps = stage.layer(X, shelf.take(i), here)
+            steps = stage.layer(X, (yield from shelf.take(i)), here)
             del X
             X, back = yield from steps
             backs.append(back)
@@ -249,7 +249,7 @@ class Runner:
         while backs and (back := backs.pop()) is not None:
             i, then = len(backs), backs[-1] if backs else None
             before = None if then is None else then.ahead
-            steps = back.run(dY, shelf.take(i), before or nothing)
+            steps = back.run(dY, (yield from shelf.take(i)), before or nothing)
             del dY, back
             dY = yield from steps
             if self.between is not None:
@@ -259,7 +259,7 @@ class Runner:
                 gathered.release()
                 left.append(gathered)
                 if sums is not None:
-                    settle(left, sums, shelf.clock)
+                    yield from settle(left, sums, shelf.clock)
         return dY
 
     # A step
@@ -291,7 +291,7 @@ class Runner:
                     left[i] = passes[i].left
                     tasks[move] = self.backward(passes.pop(i), dloss, sums, late, leave)
                 else:
-                    settle(left.pop(i), sums, clock)
+                    run(settle(left.pop(i), sums, clock))
             for (kind, i), found in zip(tasks, interleave(list(tasks.values()), clock), strict=True):
                 if kind == "F":
                     losses[i], passes[i] = found
@@ -310,12 +310,14 @@ class Runner:
         return loss
 
 
-def settle(left: list[Gathered], sums: Sums, clock: Clock) -> None:
+def settle(left: list[Gathered], sums: Sums, clock: Clock) -> Steps:
     """Make the weight gradients that backward has left, and launch their sums."""
     while left:
         gathered = left.pop(0)
         clock.compute(gathered.settle())
-        clock.launch(sum(bucket.sent for bucket in gathered.buckets), "x")
+        if len(sums.launched) == MOST_IN_FLIGHT:
+            yield Pause(message=sums.launched[0])  # which `add` will wait for
+        sums.launched.append(clock.launch(sum(bucket.sent for bucket in gathered.buckets), "x"))
         sums.add(gathered.reduce())
         sums.used(gathered.buckets)
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cuboid.comm.flight import Steps
+from cuboid.comm.flight import Message, Steps
 from cuboid.step.fuse import Fuse, compiled, plain
 
 
@@ -114,24 +114,22 @@ class Task(NamedTuple):
     finish: Callable[[list[Any]], Any]
 
 
-Message = tuple[str, int]
-
-
 class Clock:
-    """Counts FLOPs. On it a link takes as long over all that is sent as the work takes. The messages of an axis follow
-    one another, and axes share the link. It begins anew with every step: the order of turns must not depend on where a
-    run was resumed."""
+    """Counts FLOPs. On it a link takes as long over all that a step sends as the work takes. The messages of an axis
+    follow one another, and axes share the link. It begins anew with every step: the order of turns must not depend on
+    where a run was resumed."""
 
     def __init__(self) -> None:
         self.now = self._work = self._sent = 0.0
+        self.forward = True  # the first of the step, from which the pace follows
         self._count = 0
         self._left: dict[str, dict[int, float]] = {}  # by axis: bytes of each message in flight
 
     def launch(self, sent: float, axis: str) -> Message:
         """A message that leaves now."""
         self._count += 1
+        self._sent += sent if self.forward else 0.0
         if sent:
-            self._sent += sent
             self._left.setdefault(axis, {})[self._count] = sent
         return axis, self._count
 
@@ -143,24 +141,23 @@ class Clock:
             return self.now
         until = sum(left for each, left in mine.items() if each <= number)
         others = sum(min(until, sum(each.values())) for name, each in self._left.items() if name != axis)
-        return self.now + self._pace * (until + others)
+        return self.now + self._pace() * (until + others)
 
     def wait(self, message: Message) -> None:
         self._advance(self.lands(message))
 
     def compute(self, work: float) -> None:
-        self._work += work
+        self._work += work if self.forward else 0.0
         self._advance(self.now + work)
 
-    @property
     def _pace(self) -> float:
-        """Of a byte on the link."""
-        return self._work / self._sent if self._work else 1.0
+        """Of a byte on the link: a backward does twice its forward's work and sends as much."""
+        return 1.5 * self._work / self._sent if self._work else 1.0
 
     def _advance(self, moment: float) -> None:
         while self._left and self.now < moment:
             first = {axis: next(iter(each)) for axis, each in self._left.items()}
-            each, sent = self._pace * len(first), min(self._left[axis][i] for axis, i in first.items())
+            each, sent = self._pace() * len(first), min(self._left[axis][i] for axis, i in first.items())
             step = min(sent * each, moment - self.now)
             self.now += step
             for axis, i in first.items():
@@ -218,7 +215,8 @@ def interleave(tasks: Sequence[Task], clock: Clock) -> list[Any]:
             results[at[0]][at[1]] = end.value
             del going[at]
             continue
-        turns.waits, turns.work, turns.done = clock.launch(pause.sent, pause.axis), pause.work, turns.done + 1
+        turns.waits = pause.message or clock.launch(pause.sent, pause.axis)
+        turns.work, turns.done = pause.work, turns.done + 1
         clock.launch(*pause.aside)
         if pause.later is not None:
             spare.append(pause.later)

@@ -12,6 +12,7 @@ No bucket holds anything of a step. What a pass through the model has gathered, 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -22,8 +23,7 @@ from torch import Tensor, nn
 
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter_each
-from cuboid.comm.flight import landed
-from cuboid.comm.transport.gloo import LEAST_ALONE
+from cuboid.comm.flight import Message, landed
 from cuboid.mesh.layout import Spec, ceil_div, round_up
 from cuboid.mesh.mesh import Mesh
 
@@ -44,14 +44,14 @@ class Bucket:
         split.sort(key=lambda p: -p.dim())  # weights of one linear are neighbours
         self.lengths = {p: ceil_div(self.shapes[p][0], mesh.x.size) * prod(self.shapes[p][1:]) for p in split}
         self.gathers = mesh.x.size > 1 and sum(self.lengths.values()) > 0
-        self._least = LEAST_ALONE // self.dtype.itemsize
+        self._least = mesh.x.transport.least_alone // self.dtype.itemsize if self.gathers else 0
         self.messages = self._messages(self.lengths)
         if split:
             flat = torch.cat([shard.detach().view(-1) for shard in split])
             for shard, place in zip(split, flat.split([shard.numel() for shard in split]), strict=True):
                 shard.data = place.view(shard.shape)
 
-    @property
+    @cached_property
     def sent(self) -> float:
         """Bytes that a rank receives when it gathers them: by global shapes, the same on all ranks."""
         sizes, split = self.mesh.cuboid.sizes, [spec for spec in self.specs.values() if "x" in spec.cut_by]
@@ -256,6 +256,7 @@ class Sums:
     def __init__(self, uses: Mapping[Bucket, int]) -> None:
         self._left = dict(uses)
         self._flying: deque[tuple[Bucket, Landing]] = deque()
+        self.launched: deque[Message] = deque(maxlen=MOST_IN_FLIGHT)  # on the clock, the last of them, by stage
         self._totals: Tensors = {}
         self._replicas: dict[Bucket, Landing] = {}
 

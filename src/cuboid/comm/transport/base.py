@@ -26,6 +26,8 @@ class Transport:
     """Over one group, as one rank sees it: `transport_over` says what it is given. `wire` is what launches:
     torch.distributed, or something with the same functions that sends nothing."""
 
+    least_alone = 1 << 19  # bytes: below them a message of its own costs more than a copy, as measured on gloo
+
     def __init__(
         self, group: ProcessGroup, hosts: int, per_host: int, new_group: NewGroup | None, small: bool, wire: Any = dist
     ) -> None:

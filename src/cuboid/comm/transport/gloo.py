@@ -24,7 +24,6 @@ from torch.distributed import ProcessGroup, Work
 from cuboid.comm.ledger import Span
 from cuboid.comm.transport.base import NewGroup, Result, Transport, Wait, Works, add
 
-LEAST_ALONE = 1 << 19  # bytes: below them a message of its own costs more than a copy
 SMALL = 1 << 16  # bytes: up to them a message takes longer to wait for others than to be sent
 
 
@@ -52,7 +51,7 @@ class Gloo(Transport):
         if self._ring:
             return super().all_gather(x, whole)
         i, row, rows = self.index, x.view(-1), whole.view(self.size, x.numel())
-        if self.size > 2 and x.nbytes < LEAST_ALONE:
+        if self.size > 2 and x.nbytes < self.least_alone:
             return [self.wire.all_to_all_single(rows, row.repeat(self.size, 1), group=self.group, async_op=True)]
         places = rows.unbind()
         if self.back is None or self.size > 2:
