@@ -157,7 +157,7 @@ def training(case: Case, steps: int) -> TrainConfig:
         default,
         seed=case.seed,
         model=replace(default.model, **{name: getattr(c, name) for name in names}),
-        cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order),
+        cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order, pipe=k.pipe),
         data=replace(default.data, seq=case.seq, batch=case.batch),
         schedule=replace(default.schedule, steps=steps, warmup=min(steps, default.schedule.warmup)),
         precision=replace(default.precision, dtype="bf16" if case.dtype == "bf16" else "fp32"),

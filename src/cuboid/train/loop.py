@@ -27,7 +27,6 @@ from cuboid.model.transformer import Transformer
 from cuboid.run.launch import World
 from cuboid.run.watch import watched
 from cuboid.step.runner import At
-from cuboid.step.schedule import Schedule
 from cuboid.train import checkpoint
 from cuboid.train.agree import check
 from cuboid.train.begin import beginning, check_folder, is_begun
@@ -69,7 +68,7 @@ def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel
     batch, itemsize = d.batch // d.micro_batches, (dtype or torch.float32).itemsize
     suits = suitable_schedule(model, cuboid, batch, d.seq, itemsize, world.apart)
     parts, chunks = asked.parts or suits.parts, asked.chunks or suits.chunks
-    schedule = Schedule(asked.prefetch, parts, chunks, asked.compile, asked.beside)
+    schedule = config.schedule_on(cuboid, parts, chunks)
     mesh = Mesh(cuboid, world.rank, world.device, watch=world.watch, per_host=world.local_size)
     return CuboidParallel(model, mesh, policy, dtype, schedule)
 
