@@ -99,7 +99,7 @@ class Part(NamedTuple):
     """A parameter of ours as part of a tensor of theirs."""
 
     source: Source
-    shard: Tensor  # empty where another rank's stage has it
+    parameter: Tensor  # empty where another rank's stage has it
     spec: Spec
 
 
@@ -141,8 +141,8 @@ def save_pretrained(
 def parts_of(model: Transformer) -> dict[str, list[Part]]:
     """Each tensor of theirs, in parts that follow one another."""
     found: dict[str, list[Part]] = {}
-    mine = {name: parameter.detach() for name, parameter, _ in declared(model)}
-    none = next(iter(mine.values())).new_empty(0)
+    mine = {name: parameter for name, parameter, _ in declared(model)}
+    none = next(iter(mine.values())).detach().new_empty(0)
     for name, spec in model.specs().items():
         source = source_of(model.config, name)
         found.setdefault(source.name, []).append(Part(source, mine.get(name, none), spec))
@@ -159,7 +159,7 @@ def _plan(
     """Which tensors go into which file, in the order they are written."""
     shapes = {name: first.source.shape(first.spec.shape) for name, (first, *_) in parts.items()}
     if provenance is None:
-        at_rest = dtype or next(iter(parts.values()))[0].shard.dtype
+        at_rest = dtype or next(iter(parts.values()))[0].parameter.dtype
         planned = [Planned(name, shape, NAMES[at_rest]) for name, shape in shapes.items()]
         groups = files.sharded(planned, shard_bytes)
     else:
@@ -205,8 +205,8 @@ def _write(path: Path, tensors: list[Planned], parts: list[list[Part]], mesh: Me
 def whole(parts: list[Part], mesh: Mesh) -> Tensor:
     """A tensor of theirs, on the first rank; nothing on the others. All ranks call it."""
     joined = []
-    for _, shard, spec in parts:
-        pieces = gather_pieces(shard, mesh.world)
+    for _, parameter, spec in parts:
+        pieces = gather_pieces(parameter.detach(), mesh.world)
         if mesh.rank == 0:
             joined.append(spec.join([piece.cpu() for piece in pieces], mesh.cuboid))
     if mesh.rank:
