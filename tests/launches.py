@@ -124,10 +124,8 @@ def difference(case: Case) -> str:
     lanes: dict[Any, dict[int, list[Launch]]] = {}
     for rank, order in enumerate(found):
         for launch in order:
-            if launch.axis == "pipe" and len(launch.ranks) == 2:
-                words = launch.kind.split()  # forward or backward … for a stage; others are of the whole pipe
-                place = int(words[-1]) % case.cuboid.pipe if words[-1].isdigit() else -1  # that receives it
-                lanes.setdefault((launch.ranks, words[0], place), {}).setdefault(rank, []).append(launch)
+            if launch.axis.startswith("pipe "):
+                lanes.setdefault((launch.axis, launch.ranks), {}).setdefault(rank, []).append(launch)
     for way, ends in lanes.items():
         if len(ends) != 2 or len({tuple(each) for each in ends.values()}) > 1:
             return f"messages {way} of {case}: {ends}"

@@ -5,15 +5,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from launches import differences
 from sharded import Case, compare, wrong
 from silent import silently
 from torch.distributed.pipelining import schedules as theirs
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
-from cuboid.run.launch import Pool
+from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.transformer import Transformer
+from cuboid.plan.cost.cuboid import step_cost
+from cuboid.plan.measure import count_flops
+from cuboid.run.launch import Pool, World
 from cuboid.step.pipeline import Split, bubble, orders, simulate
+from cuboid.step.runner import At
 from cuboid.step.schedule import PIPELINES, Move, Schedule
 
 Pools = Callable[[int], Pool]
@@ -190,3 +197,34 @@ def many() -> list[Case]:
 @pytest.mark.parametrize("case", many(), ids=lambda case: f"{case.cuboid} {case.schedule.pipeline}")
 def test_pipeline_every_schedule_matches_one_device(case: Case, pool: Pools) -> None:
     assert not wrong(pool(case.cuboid.ranks).run(compare, case)[0])
+
+
+# Traffic
+
+
+def traffic(world: World, case: Case, m: int) -> tuple[list[Any], list[Any]]:
+    """Calls and bytes by axis and kind, FLOPs and bytes of parameters of a step, and what the formulas say."""
+    mesh = Mesh(case.cuboid, world.rank)
+    parallel = CuboidParallel(case.config, mesh, case.policy, schedule=case.schedule)
+    model, place = Transformer(parallel, recompute=case.recompute), parallel.place(case.batch, case.seq)
+    ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
+    with count_flops() as flops:
+        model.play([(ids, At(place, ids, case.loss, case.dropout))] * m)
+    options = case.policy, case.recompute, 4, 4, case.schedule
+    sizes = case.config, case.cuboid, mesh.coordinates, case.batch, case.seq
+    costs = [step_cost(*sizes, *options, last=i == m - 1, micro_batches=m) for i in range(m)]
+    total: dict[tuple[str, str], list[int]] = {}
+    for cost in costs:
+        for key, entry in cost.traffic.items():
+            total[key] = [a + b for a, b in zip(total.get(key, [0, 0]), entry, strict=True)]
+    found = {key: [entry.calls, entry.bytes] for key, entry in mesh.ledger.entries.items()}
+    held = sum(p.nbytes for p in model.parameters())
+    return [found, flops.get_total_flops(), held], [total, sum(c.flops for c in costs), costs[0].parameters]
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case.cuboid} {case.schedule.pipeline}")
+def test_pipeline_bytes_calls_and_flops_are_the_formulas(case: Case) -> None:
+    for found, predicted in silently(
+        list(range(case.cuboid.ranks)), case.cuboid.ranks, traffic, case, case.micro_batches
+    ):
+        assert found == predicted

@@ -9,6 +9,7 @@ import torch
 from test_checkpoint import Run, stretch
 from test_generate import GPT2, GREEDY, LLAMA, PROMPT, tokens_of, without_cache
 from test_hf import rewritten
+from test_watch import LIMIT, steps
 from tiny import Curve, curve, furthest, losses, on, ranks_of, tiny, write_text
 
 from cuboid.mesh.cuboid import Cuboid
@@ -18,6 +19,7 @@ from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.hf.folder import FILE
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import Pool, World
+from cuboid.run.watch import Stalled
 from cuboid.train.agree import Corrupted, check
 from cuboid.train.checkpoint import newest
 from cuboid.train.config import TrainConfig
@@ -140,6 +142,13 @@ def refused(world: World) -> str:
 
 def test_model_on_a_pipe_says_how_to_train_it(pool: Pools) -> None:
     assert all("train with `model.play(" in said for said in pool(2).run(refused))
+
+
+def test_watch_names_stage_that_stalls(text: Path) -> None:
+    config = tiny(text, *on("1,1,1,1,2"), *DEEP, "data.micro_batches=2")
+    with pytest.raises(Stalled, match="rank 0 did not arrive: it is at test_watch.py") as caught:
+        Pool(2).run(steps, config, LIMIT, 0, "busy")
+    assert "axis pipe forward, collective 5: rank 1 waits for rank 0 with forward of micro-batch 0" in str(caught.value)
 
 
 def held(world: World, config: TrainConfig) -> list[str]:

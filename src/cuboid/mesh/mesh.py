@@ -119,15 +119,22 @@ class Mesh:
         return self._axis(name, size, self.coordinates[name] % size, new_group(), new_group if between_hosts else None)
 
     def _axis(
-        self, name: str, size: int, index: int, group: dist.ProcessGroup | None, new_group: NewGroup | None = None
+        self,
+        name: str,
+        size: int,
+        index: int,
+        group: dist.ProcessGroup | None,
+        new_group: NewGroup | None = None,
+        lane: str = "",
     ) -> Axis:
-        """With the transport and the journal of its group. Over z norms send a few numbers per row."""
+        """With the transport and the journal of its group, which names the `lane`, if it is one: there may be several of
+        the same ranks. Over z norms send a few numbers per row."""
         if group is None:
             return Axis(name, size, index, None, self.ledger, self.overlap)
         on_host = Counter(rank // self._per_host for rank in dist.get_process_group_ranks(group))
         hosts, per_host = len(on_host), size // len(on_host) if len(set(on_host.values())) == 1 else 0
         transport = transport_over(group, hosts, per_host if self._by_host else 0, new_group, small=name == "z")
-        journal = self.watch.journal(name, group) if self.watch is not None else None
+        journal = self.watch.journal(f"{name}{lane}", group) if self.watch is not None else None
         return Axis(name, size, index, group, self.ledger, self.overlap, journal, hosts, per_host, transport)
 
     def _group(self, lines: NDArray[np.int64]) -> Any:
@@ -158,6 +165,7 @@ class Mesh:
         grid = self.cuboid.array(self.NESTING).reshape(size, -1)
         edges = [[i for i in range(size - 1) if i % 2 == odd] for odd in (0, 1)] + [[size - 1]] * wrap
         found: list[Axis | None] = [None, None]
+        name = " forward" if way > 0 else " backward"
         for each, those in enumerate(edges):
             if not those:
                 continue
@@ -168,11 +176,18 @@ class Mesh:
                 ends: list[Axis | None] = [None, None]
                 for sender, receiver in pairs:
                     if mine in (sender, receiver):
-                        index = dist.get_group_rank(group, self.rank)
-                        ends[mine == receiver] = replace(self._axis("pipe", 2, index, group), overlap=True)
+                        index, lane = dist.get_group_rank(group, self.rank), name + " around" * (each == 2)
+                        ends[mine == receiver] = replace(self._axis("pipe", 2, index, group, None, lane), overlap=True)
                 self._lanes[way, each] = ends[0], ends[1]
             found = [old or new for old, new in zip(found, self._lanes[way, each], strict=True)]
         return found[0], found[1]
+
+    def count_lanes_in(self, ledger: Ledger) -> None:
+        """For a copy of a mesh, with books of its own."""
+        self._lanes = {
+            key: tuple(lane and replace(lane, ledger=ledger) for lane in ends)  # type: ignore[misc]
+            for key, ends in self._lanes.items()
+        }
 
     @property
     def dims(self) -> tuple[str, ...]:

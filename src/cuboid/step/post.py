@@ -114,6 +114,8 @@ def _named(move: Move) -> str:
 
 def exchange(x: Tensor, lanes: Lanes, first: bool) -> Tensor:
     """The sum of x of the first place of a pipe and of the last, on both; added in the same order."""
+    if not x.numel():
+        return x
     out, back = (lanes.to_last, lanes.from_last) if first else (lanes.to_next, lanes.from_next)
     assert out is not None
     assert back is not None

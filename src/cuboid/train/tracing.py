@@ -10,7 +10,7 @@ from cuboid.comm.ledger import Ledger
 from cuboid.mesh.cuboid import AXES
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
-from cuboid.step.schedule import Move, Schedule
+from cuboid.step.schedule import Move
 from cuboid.train.trace import Phase, Trace
 
 WARM = 2  # steps before the first that is traced
@@ -69,7 +69,8 @@ def unscheduled(model: Transformer) -> Transformer:
     mesh.ledger, mesh.overlap = ledger, False
     for name in (*AXES, "world"):
         setattr(mesh, name, replace(getattr(mesh, name), ledger=ledger, overlap=False))
-    schedule = Schedule(prefetch=False, compile=parallel.schedule.compile)
+    mesh.count_lanes_in(ledger)
+    schedule = replace(parallel.schedule, prefetch=False, parts=1, chunks=1, beside=False)
     off = CuboidParallel(parallel.config, mesh, parallel.policy, parallel.dtype, schedule)
     made = Transformer(off, None, next(model.parameters()).dtype, model.recompute)
     for mine, same in zip(made.parameters(), model.parameters(), strict=True):

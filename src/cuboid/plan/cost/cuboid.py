@@ -10,6 +10,7 @@ from cuboid.mesh.layout import ceil_div, round_up
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
 from cuboid.plan.cost import Cost, Counter
+from cuboid.step.pipeline import Split
 from cuboid.step.schedule import PREFETCH, Schedule
 
 
@@ -25,13 +26,17 @@ def step_cost(
     compute_size: int = 4,
     schedule: Schedule = PREFETCH,
     last: bool = True,
+    micro_batches: int = 1,
 ) -> Cost:
     """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products. A
     schedule of parts or chunks sends the same bytes in more calls. Of several micro-batches only the `last` sums
-    gradients over replicas."""
+    gradients over replicas and, on a pipe, between the two ends, and tells all of the losses of all `micro_batches`."""
     config.check(cuboid, batch, seq)
     sizes = parameter_size, compute_size
-    return _CuboidStep(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule, last).cost
+    step = _CuboidStep(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule, last)
+    if last and cuboid.pipe > 1:
+        step.send("broadcast", "pipe", micro_batches, step.wide)
+    return step.cost
 
 
 #: A parameter [n, k] with the axes that cut n (before x does) and k; None cuts nothing.
@@ -72,13 +77,25 @@ class _CuboidStep(Counter):
         self.summed_over_all = 0  # of those of heads' norms
         self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
 
-        self.embedding()
-        for i in range(config.layers):
-            self.block(kept=schedule.prefetch and i == config.layers - 1)
-        self.weights(self.norm_weights(1), again=True)
-        self.bucket(self.stored, self.last)
-        self.head()
+        split = Split.of(config.layers, cuboid.pipe, schedule)
+        self.whole = cuboid.pipe == 1  # no pipeline: a tied table is one
+        for stage in split.stages(coordinates["pipe"]):
+            if stage == 0:
+                self.embedding()
+            else:
+                self.in_parts(self.message)
+            for i in split.layers(stage):
+                self.block(kept=self.whole and schedule.prefetch and i == config.layers - 1)
+            if stage < split.last:
+                self.in_parts(self.message)
+                continue
+            self.weights(self.norm_weights(1), again=True)
+            self.bucket(self.stored, self.last)
+            self.head()
         if last:
+            if config.tied and not self.whole and coordinates["pipe"] in (0, cuboid.pipe - 1):
+                table = self.part(self.part(config.vocab, "y"), "x") * self.d
+                self.to_neighbour(table * self.stored)
             for axis, summed in (("x", 0), ("y", self.summed_over_y), ("z", 0)):
                 self.reduce(axis, summed + self.summed_over_all, self.stored)
 
@@ -93,6 +110,17 @@ class _CuboidStep(Counter):
         for _ in range(self.forwards):
             self.gather(axis, whole, p=p)
         self.scatter(axis, whole, p=p)
+
+    def message(self) -> None:
+        """The residual stream to the next stage and its gradient from there, or the other way round."""
+        self.to_neighbour(self.m // self.y * self.d * self.e)
+
+    def to_neighbour(self, size: int) -> None:
+        """Bytes sent, and as many received."""
+        for kind, sent in (("send", size), ("receive", 0)) if size else ():
+            entry = self.cost.traffic["pipe", kind]
+            entry[0] += 1
+            entry[1] += sent
 
     def in_parts(self, formula: Callable[[], None]) -> None:
         """What each part of the batch adds."""
@@ -141,7 +169,8 @@ class _CuboidStep(Counter):
     def embedding(self) -> None:
         tied, tables = bool(self.c.tied), [self.c.vocab] + ([] if self.c.rotary else [self.c.context])
         for i, rows in enumerate(tables):  # a tied table is gathered for the head too
-            self.weights([(rows, self.c.hidden, "y", "z")], again=False, gathers=2 if tied and i == 0 else 1)
+            twice = tied and i == 0 and self.whole
+            self.weights([(rows, self.c.hidden, "y", "z")], again=False, gathers=1 + twice)
             self.bucket(self.stored, self.last)
         self.in_parts(self.lookup)
 
@@ -259,7 +288,7 @@ class _CuboidStep(Counter):
 
     def head(self) -> None:
         vocab = self.part(self.c.vocab, "y")
-        if not self.c.tied:
+        if not (self.c.tied and self.whole):
             self.cost.matrices += self.part(vocab, "x") * self.d * self.stored
             self.bucket(self.stored, self.last)
             self.gather("x", ceil_div(vocab, self.x) * self.x * self.d)
