@@ -212,6 +212,7 @@ def test_slow_motion_of_shrunken_model_keeps_ratio_of_bytes_to_flops() -> None:
     """Hidden size and tokens a twelfth: 144 times fewer bytes, 1,728 times fewer FLOPs, 20,000 / 144 times as long."""
     one, paper = parse("v100-edr"), parse("paper")
     assert paper == parse("v100-edr/20000,shrink=12")
+    assert parse("paper/40000,jitter=0.1") == parse("v100-edr/40000,shrink=12,jitter=0.1")
     a, b = one.hardware, paper.hardware
     assert a.rate["fp32"] / b.rate["fp32"] / 12**3 == pytest.approx(paper.times)
     assert a.stream / b.stream / 12**2 == pytest.approx(paper.times)

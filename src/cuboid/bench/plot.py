@@ -66,6 +66,7 @@ def draw_pairs(names: Sequence[str], real: Sequence[Spread], emulated: Sequence[
     axes.set_ylabel("seconds per step: median and quartiles")
     axes.margins(y=0.15)
     axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside upper right", ncols=2)
     figure.suptitle("cuboid bench emulation: cores against emulated devices", x=0.01, ha="left")

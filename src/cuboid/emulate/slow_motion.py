@@ -7,6 +7,7 @@
                                         hosts behind a slower link (group=4,uplink=10mbit), a latency (latency=0.01)
     v100-edr/20000,shrink=12            … for a model whose hidden size and tokens are 12 times smaller
     paper                               that: 16 nodes of four V100, as the paper had
+    paper/40000                         … in slower motion, so that 64 ranks have the cores' time
 
 Links and memory are slower by the factor r. Of a model shrunk by f, hidden size and tokens alike, f² fewer bytes are
 sent and f³ fewer FLOPs done; so FLOP rates are slower by f·r, everything lasts r / f² times as long, and ratios stay.
@@ -23,7 +24,7 @@ from cuboid.run.cluster import Links, bits_per_second
 
 HOST = 5e-6  # seconds, assumed: what PyTorch's dispatcher and a launch take of the host
 #: The paper's cluster. Its strong scaling stands for hidden size 3072, 64 heads and 24 × 512 tokens.
-PAPER = "v100-edr/20000,shrink=12"
+PAPER_CLUSTER, PAPER_FACTOR, PAPER_MODEL = "v100-edr", 20000, "shrink=12"
 #: What may be given besides a preset, or in its place; the first two are needed there.
 FIGURES = {
     "fp32": "FLOP/s of products",
@@ -129,8 +130,9 @@ def slowed(hw: Hardware, factor: float, shrink: float = 1.0) -> Hardware:
 
 
 def parse(text: str) -> SlowMotion:
-    whole = PAPER + text.removeprefix("paper") if text.startswith("paper") else text
-    first, *rest = (part.strip() for part in whole.split(","))
+    first, *rest = (part.strip() for part in text.split(","))
+    if first.partition("/")[0] == "paper":
+        first, rest = f"{PAPER_CLUSTER}/{first.partition('/')[2] or PAPER_FACTOR}", [PAPER_MODEL, *rest]
     shrink = 1.0
     if "=" in first:
         factor, given = 1.0, _pairs([first, *rest])
