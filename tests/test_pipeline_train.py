@@ -146,7 +146,7 @@ def test_model_on_a_pipe_says_how_to_train_it(pool: Pools) -> None:
 
 def test_watch_names_stage_that_stalls(text: Path) -> None:
     config = tiny(text, *on("1,1,1,1,2"), *DEEP, "data.micro_batches=2")
-    with pytest.raises(Stalled, match="rank 0 did not arrive: it is at test_watch.py") as caught:
+    with pytest.raises(Stalled, match=r"rank 0 did not arrive: it is at test_watch\.py") as caught:
         Pool(2).run(steps, config, LIMIT, 0, "busy")
     assert "axis pipe forward, collective 5: rank 1 waits for rank 0 with forward of micro-batch 0" in str(caught.value)
 

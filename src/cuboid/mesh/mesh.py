@@ -127,7 +127,7 @@ class Mesh:
         new_group: NewGroup | None = None,
         lane: str = "",
     ) -> Axis:
-        """With the transport and the journal of its group, which names the `lane`, if it is one: there may be several of
+        """With the transport and the journal of its group, which names the `lane`, if it is one: several may have
         the same ranks. Over z norms send a few numbers per row."""
         if group is None:
             return Axis(name, size, index, None, self.ledger, self.overlap)
