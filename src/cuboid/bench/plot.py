@@ -44,6 +44,7 @@ def draw(result: Result, folder: Path) -> list[Path]:
     _memory(panels[1, 1], last)
     for axes in panels.flat:
         axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     where = f"{rates[0]} a host" if rates[0] else "unshaped links"
     slow = result.rows[0].slow
