@@ -16,6 +16,7 @@ from torch import Tensor
 from cuboid.baselines.serial import Serial
 from cuboid.baselines.two_d import TwoD
 from cuboid.layers.loss import Loss
+from cuboid.layers.randomness import key_of
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Mesh
@@ -84,10 +85,13 @@ def compare(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel]
         "norm": abs(mine.norm / reference.norm - 1),
         "logits": relative(join_logits(ranks, case), reference.logits),
     }
-    for name, spec in mine.specs.items():
-        initial = spec.join([rank.initial[name] for rank in ranks], case.cuboid)
+    specs = {name: spec for rank in ranks for name, spec in rank.specs.items()}
+    assert specs.keys() == reference.specs.keys()
+    for name, spec in specs.items():
+        absent = torch.empty((0,) * len(spec.shape), dtype=torch.float64)  # where a rank's stages do not have it
+        initial = spec.join([rank.initial.get(name, absent) for rank in ranks], case.cuboid)
         assert torch.equal(initial, reference.initial[name]), f"{name} begins with other values"
-        gradient = spec.join([rank.gradients[name] for rank in ranks], case.cuboid)
+        gradient = spec.join([rank.gradients.get(name, absent) for rank in ranks], case.cuboid)
         # some gradients are zero in exact arithmetic, such as that of a key's bias: what is left is rounding
         errors[name] = relative(gradient, reference.gradients[name], least=1e-3 * reference.norm)
     return errors
@@ -126,7 +130,7 @@ Batches = Sequence[tuple[Tensor, At]]
 
 def played(model: Model, batches: Batches) -> Tensor:
     """The mean loss, after its backward: as autograd has it or, of micro-batches, as the schedule orders them."""
-    if len(batches) > 1:
+    if len(batches) > 1 or model.parallel.mesh.pipe.size > 1:
         return torch.stack(model.play(batches)).mean()
     return plainly(model, batches)
 
@@ -144,8 +148,9 @@ def plainly(model: Model, batches: Batches) -> Tensor:
 @torch.no_grad()
 def move_parameters(model: Model, seed: int) -> None:
     """Away from zero and one, the same on every cuboid."""
-    mesh, generator = model.parallel.mesh, torch.Generator().manual_seed(seed)
-    for _, parameter, d in declared(model):
+    mesh = model.parallel.mesh
+    for name, parameter, d in declared(model):
+        generator = torch.Generator().manual_seed(key_of(seed, name))
         noise = 0.2 * torch.randn(d.spec.shape, generator=generator, dtype=torch.float64)
         parameter += d.spec.take(noise, mesh.cuboid, mesh.coordinates).to(parameter.dtype)
 

@@ -184,9 +184,9 @@ def over(world: World, sizes: tuple[int, ...], names: tuple[str, ...]) -> tuple[
 
 def test_mesh_over_accepts_torch_device_mesh(pool: Pools) -> None:
     (name, loss), *_ = pool(8).run(over, (2, 4), ("z", "x"))
-    assert name == "(4,1,2) data,y,z,x"
+    assert name == "(4,1,2) pipe,data,y,z,x"
     (name, same), *_ = pool(8).run(over, (2, 2, 1, 2), ("data", "y", "x", "z"))
-    assert name == "(1,2,2) × data=2 data,y,x,z"
+    assert name == "(1,2,2) × data=2 pipe,data,y,x,z"
     assert loss == pytest.approx(same, rel=1e-12)
     assert "dims named ('x', 'tp')" in pool(8).run(over, (4, 2), ("x", "tp"))[0]
 

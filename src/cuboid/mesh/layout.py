@@ -11,8 +11,11 @@ reads there. Nothing is padded at rest, and no padding ever enters a global shap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -46,12 +49,13 @@ class Spec:
 
     `cuts` names, for each dim, the axes that cut it, first cut first; the tensor is replicated over the others.
     `sums` names the axes over which a rank's gradient is still a partial sum once the gradient has been reduced
-    along the cuts.
+    along the cuts. It is held at these places of `pipe` alone, by others not at all.
     """
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[str, ...], ...]
     sums: tuple[str, ...] = ()
+    pipe: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         axes = [axis for dim in self.cuts for axis in dim]
@@ -62,19 +66,21 @@ class Spec:
     def cut_by(self) -> tuple[str, ...]:
         return tuple(axis for dim in self.cuts for axis in dim)
 
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        return tuple(axis for axis in AXES if axis not in self.cut_by)
+    def holders(self, cuboid: Cuboid) -> NDArray[np.int64]:
+        """The ranks that hold each piece, [pieces, copies]."""
+        replicated = [axis for axis in AXES if axis not in ("pipe", *self.cut_by)]
+        ranks = cuboid.array(("pipe", *self.cut_by, *replicated))[list(self.pipe)]
+        pieces = prod(cuboid.sizes[axis] for axis in self.cut_by)
+        return ranks.reshape(len(self.pipe), pieces, -1).swapaxes(0, 1).reshape(pieces, -1)
 
     def copies(self, cuboid: Cuboid) -> int:
         """How many ranks hold each element."""
-        copies = 1
-        for axis in self.replicated:
-            copies *= cuboid.sizes[axis]
-        return copies
+        return prod(cuboid.sizes[axis] for axis in AXES[1:] if axis not in self.cut_by) * len(self.pipe)
 
     def ranges(self, cuboid: Cuboid, coordinates: Mapping[str, int], gathered: Iterable[str] = ()) -> tuple[Range, ...]:
         """The index range a rank holds in each dim, were the axes in `gathered` not cutting."""
+        if coordinates["pipe"] not in self.pipe:
+            return ((0, 0),) * len(self.shape)
         found = []
         for n, axes in zip(self.shape, self.cuts, strict=True):
             start, stop = 0, n

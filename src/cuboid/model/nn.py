@@ -2,16 +2,17 @@
 parameters, and are layers themselves (step/op.py). To write a model of your own: docs/your-own-model.md.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from cuboid.comm.collectives import all_reduce
+from cuboid.comm.collectives import all_reduce, from_all
 from cuboid.comm.flight import Steps
 from cuboid.layers.activation import gelu, swiglu
 from cuboid.layers.product import Affine
@@ -22,6 +23,9 @@ from cuboid.mesh.place import Place
 from cuboid.model.freeze import matching
 from cuboid.model.parallel import Parallel, Role
 from cuboid.step.op import Layer, Local, chain, fit, recomputed, residual
+from cuboid.step.pipeline import Split, orders
+from cuboid.step.play import Player
+from cuboid.step.post import ARRIVE, DEPART
 from cuboid.step.runner import At, Runner, Stage
 from cuboid.step.schedule import Order
 from cuboid.step.weights import Bucket, Gathered
@@ -43,8 +47,12 @@ class Module(nn.Module):
         self.parallel = parallel
         self.declared: dict[str, Declared] = {}
 
-    def declare(self, name: str, role: Role, *shape: int, std: float = 0.0, mean: float = 0.0) -> nn.Parameter:
-        spec, mesh = self.parallel.spec(role, shape), self.parallel.mesh
+    def declare(
+        self, name: str, role: Role, *shape: int, std: float = 0.0, mean: float = 0.0, pipe: Sequence[int] = ()
+    ) -> nn.Parameter:
+        """A parameter of this rank's place on the pipe or, if it is in several stages, of the places given."""
+        mesh = self.parallel.mesh
+        spec = replace(self.parallel.spec(role, shape), pipe=tuple(pipe) or (mesh.pipe.index,))
         shard = torch.empty(spec.local_shape(mesh.cuboid, mesh.coordinates), device=mesh.device)
         self.declared[name] = Declared(spec, std, mean)
         parameter = nn.Parameter(shard)
@@ -108,9 +116,9 @@ class Linear(Module):
 class Table(Module):
     """Rows to look up, split like the head's weight, which it can be as well."""
 
-    def __init__(self, parallel: Parallel, rows: int, d: int, std: float) -> None:
+    def __init__(self, parallel: Parallel, rows: int, d: int, std: float, pipe: Sequence[int] = ()) -> None:
         super().__init__(parallel)
-        self.rows, self.weight = rows, self.declare("weight", "table", rows, d, std=std)
+        self.rows, self.weight = rows, self.declare("weight", "table", rows, d, std=std, pipe=pipe)
 
     def lookup(self, positions: "Table | None" = None) -> Layer:
         """ids -> residual: the tokens' rows, plus those of their positions."""
@@ -196,7 +204,8 @@ class Block(LayerModule):
 class Model(nn.Module):
     """A model of stages. A subclass makes its modules, lists its stages in `stages`, and calls `finish`.
 
-    The last stage gives the sum of losses and how many count; the model's loss is their quotient over all ranks.
+    The last stage gives the sum of losses and how many count; the model's loss is their quotient over all ranks. A
+    subclass that can be a pipeline makes the modules of its rank alone, and lists them in `segments`.
     """
 
     def __init__(self, parallel: Parallel) -> None:
@@ -212,10 +221,21 @@ class Model(nn.Module):
         """In the order of forward."""
         raise NotImplementedError("a Model lists its stages")
 
-    def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> None:
-        """Check the stages, and give every parameter its first value by `seed`, or none yet."""
-        stages, mesh = self.stages(), self.parallel.mesh
-        self._check(stages)
+    def segments(self) -> Mapping[int, Sequence[Stage]]:
+        """The stages of a pipeline that this rank has, by their numbers, each with the stages of the model in it."""
+        if self.parallel.mesh.pipe.size > 1:
+            raise ValueError(
+                f"{type(self).__name__} is not written as a pipeline, and the mesh has pipe="
+                f"{self.parallel.mesh.pipe.size}; use pipe=1, or override `segments` as Transformer does"
+            )
+        return {0: self.stages()}
+
+    def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32, wraps: bool = False) -> None:
+        """Check the stages, and give every parameter its first value by `seed`, or none yet. `wraps`: on a pipe, the
+        first place and the last share parameters."""
+        segments, mesh = self.segments(), self.parallel.mesh
+        stages = [stage for each in segments.values() for stage in each]
+        self._check(stages, ends=self.split.last in segments)
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         for module in dict.fromkeys(module for stage in stages for module in stage.needs):
@@ -226,20 +246,28 @@ class Model(nn.Module):
             self.dropout_seed = seed
         for _, parameter, d in declared(self):
             self._replicated.setdefault(d.spec.copies(mesh.cuboid), []).append(parameter)
-        self.runner = self.runner_of(stages)
+        self.lanes = mesh.lanes(wraps or self.split.last >= mesh.pipe.size)
+        self.player = self.player_of(segments)
+
+    @cached_property
+    def split(self) -> Split:
+        """Of the model's blocks over the stages of a pipeline."""
+        return Split.of(self.parallel.config.layers, self.parallel.mesh.pipe.size, self.parallel.schedule)
 
     def freeze(self, pattern: str) -> None:
         """Train no parameter whose name the regular expression `pattern` is found in ("embed|blocks.0"), as
         `requires_grad_(False)` of these would. Raises if it is found in none."""
+        if self.parallel.mesh.pipe.size > 1:
+            raise ValueError(f"freeze={pattern!r} on pipe={self.parallel.mesh.pipe.size} is not supported; use pipe=1")
         parameters = {name: parameter for name, parameter, _ in declared(self)}
         for name in matching(pattern, list(parameters)):
             parameters[name].requires_grad_(False)
 
-    def _check(self, stages: Sequence[Stage]) -> None:
+    def _check(self, stages: Sequence[Stage], ends: bool = True) -> None:
         if not stages:
             raise ValueError(f"{type(self).__name__} lists no stages; a model has at least one, which gives the loss")
         fit([stage.name for stage in stages], [stage.layer for stage in stages])
-        if stages[-1].layer.gives != "loss":
+        if ends and stages[-1].layer.gives != "loss":
             raise ValueError(f"the last stage, {stages[-1].name}, gives no loss; end with head_loss or own_loss")
         in_stages: dict[nn.Parameter, tuple[Stage, Any]] = {}
         for stage in stages:
@@ -257,18 +285,34 @@ class Model(nn.Module):
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ValueError(f"{shown}: in no stage, so no step would train them; name their module in a stage")
 
-    def runner_of(self, stages: Sequence[Stage]) -> Runner:
-        parallel = self.parallel
-        sums_over = [getattr(parallel.mesh, name) for name in parallel.sums_over]
-        return Runner(stages, self._buckets, parallel.schedule, sums_over, parallel.retain_weights)
+    def player_of(self, segments: Mapping[int, Sequence[Stage]]) -> Player:
+        """Of this rank's stages of a pipeline; between them messages arrive and depart."""
+        parallel, mesh, last, runners = self.parallel, self.parallel.mesh, self.split.last, {}
+        sums_over = [getattr(mesh, name) for name in parallel.sums_over]
+        for number, stages in segments.items():
+            ends = [Stage("arrive", ARRIVE)] * (number > 0), [Stage("depart", DEPART)] * (number < last)
+            inner, keep = [*ends[0], *stages, *ends[1]], mesh.pipe.size == 1
+            args = inner, self._buckets, parallel.schedule, sums_over, parallel.retain_weights, keep
+            runners[number] = Runner(*args)
+        shared = [p for _, p, d in declared(self) if len(d.spec.pipe) > 1]
+        return Player(runners, self.split, mesh.pipe, self.lanes, shared)
 
     def forward(
         self, inputs: Tensor, targets: Tensor, place: Place, loss: Any = None, dropout: int | None = None
     ) -> Tensor:
         """The loss of a batch, the mean over all ranks. Inputs and targets are this rank's part of the batch, taken by
         `place.take` (token ids) or `place.take_features`. `loss` has options of the loss. In training mode dropout has
-        the seed `dropout`, or that of the next forward; `eval()` turns it off."""
-        return self.runner(inputs, At(place, targets, loss, self._dropout(dropout)))
+        the seed `dropout`, or that of the next forward; `eval()` turns it off. On a pipe, `play` trains: there a
+        backward needs messages."""
+        at = At(place, targets, loss, self._dropout(dropout))
+        if self.parallel.mesh.pipe.size == 1:
+            return self.player.runners[0](inputs, at)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            raise ValueError(
+                f"a backward over pipe={self.parallel.mesh.pipe.size} goes through other ranks, and autograd knows "
+                "this one alone; train with `model.play([(inputs, At(place, targets))])`, or use torch.no_grad()"
+            )
+        return self.player.forward(inputs, at)
 
     @property
     def dropout_seed(self) -> int:
@@ -295,9 +339,14 @@ class Model(nn.Module):
     ) -> list[Tensor]:
         """Forward and backward of several micro-batches, in an order (step/schedule.py) or as the schedule says; their
         losses. The gradient of `scale` times the mean of the losses is added to the parameters', as `backward()` does,
-        and summed over replicas once."""
+        and summed over replicas once. On a pipe the order is the schedule's."""
+        pipe = self.parallel.mesh.pipe.size
+        if order is not None and pipe > 1:
+            raise ValueError(f"an order of your own is of one stage, but pipe={pipe}; choose a schedule by its name")
         batches = [(inputs, replace(at, seed=self._dropout(at.seed))) for inputs, at in batches]
-        return self.runner.play(batches, order or self.parallel.schedule.order(len(batches)), scale)
+        return self.player.play(
+            batches, [order] if order else orders(self.parallel.schedule, pipe, len(batches)), scale
+        )
 
     @torch.no_grad()
     def gradient_square(self) -> Tensor:
@@ -313,6 +362,18 @@ class Model(nn.Module):
     def gradient_norm(self) -> Tensor:
         """The norm of the whole model's gradient, exact on every rank: one small all-reduce over all ranks."""
         return all_reduce(self.gradient_square(), self.parallel.mesh.world).wait().sqrt()
+
+    def specs(self) -> dict[str, Spec]:
+        """Of every parameter of the whole model, those of other ranks' stages too, in the order of the stages. All
+        ranks of a pipe call it."""
+        names = {parameter: name for name, parameter, _ in declared(self)}
+        mine = {
+            names[parameter]: (number, d.spec)
+            for number, stages in self.segments().items()
+            for _, parameter, d in (each for stage in stages for module in stage.needs for each in declared(module))
+        }
+        found = [each for place in from_all(mine, self.parallel.mesh.pipe) for each in place.items()]
+        return {name: spec for name, (_, spec) in sorted(found, key=lambda each: each[1][0])}
 
     def state(self) -> dict[str, DTensor]:
         """The parameters under the whole model's names, as DTensors in the same memory: what is loaded into them, by

@@ -57,6 +57,8 @@ def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: 
     if not 0 <= rank < cuboid.ranks:
         raise ValueError(f"rank {rank} is not one of the {cuboid.ranks} ranks of {cuboid}")
     work.config.check(cuboid, work.batch, work.seq)
+    if cuboid.pipe > 1:
+        raise ValueError(f"a dry run is of one stage, but pipe={cuboid.pipe}; use pipe=1, or cuboid verify --pipe")
     found: Counted = silently(_count, rank, cuboid.ranks, work, cuboid, choice, backend=backend)
     return found
 

@@ -277,7 +277,7 @@ def introduction(trainer: Trainer, folder: Path, changed: str = "") -> str:
     lines = [
         f"model   {c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {c.parameters:,} parameters, "
         f"{held:,} on rank 0",
-        f"cuboid  {cuboid}, {cuboid.ranks} ranks, {trainer.config.precision.dtype}",
+        f"cuboid  {cuboid}, {cuboid.ranks} ranks, {trainer.config.precision.dtype}{pipeline_of(trainer)}",
         f"data    {len(trainer.corpus.train):,} tokens of {text}; {d.batch} × {d.seq} tokens a step",
         f"run     {folder}",
     ]
@@ -289,6 +289,12 @@ def introduction(trainer: Trainer, folder: Path, changed: str = "") -> str:
     if changed:
         lines.append(changed)
     return "\n".join(lines)
+
+
+def pipeline_of(trainer: Trainer) -> str:
+    split, schedule = trainer.model.split, trainer.model.parallel.schedule
+    blocks = " + ".join(map(str, split.blocks))
+    return f"; {schedule.pipeline}, stages of {blocks} layers" if split.pipe > 1 else ""
 
 
 def open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFolder | None:
@@ -320,7 +326,7 @@ def keep_trace(trainer: Trainer, recorder: Recorder, folder: Path) -> None:
     if mesh.rank == 0:
         save_trace(traces, folder / "trace.json")
         parts = len(trainer.place.parts(trainer.model.parallel.schedule.parts))
-        title = f"Layer {recorder.layer + 1} of {len(trainer.model.blocks)}, rank 0 of {mesh.cuboid}"
+        title = f"Layer {recorder.layer + 1} of {trainer.model.config.layers}, rank 0 of {mesh.cuboid}"
         if parts > 1:
             title += f". On: from the first of {parts} parts to the last, with other layers' parts between"
         draw_layer({"schedule off": off, "schedule on": traces[0]}, title, folder / "timeline.png")

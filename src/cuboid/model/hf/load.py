@@ -65,9 +65,9 @@ def check(folder: Path, model: Transformer) -> dict[str, Stored]:
         if name is not None:
             found[name] = tensor
     wanted = {}
-    for name, _, declaration in declared(model):
+    for name, spec in model.specs().items():
         source = source_of(config, name)
-        wanted[source.name] = source.shape(declaration.spec.shape)
+        wanted[source.name] = source.shape(spec.shape)
     for name, shape in wanted.items():
         if name not in found:
             raise ValueError(f"{folder} lacks tensor {name} of shape {list(shape)}, which its config.json asks for")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cuboid.comm.collectives import from_first, gather_pieces
 from cuboid.data.tokenizer import FILE as TOKENIZER
@@ -99,7 +99,7 @@ class Part(NamedTuple):
     """A parameter of ours as part of a tensor of theirs."""
 
     source: Source
-    parameter: nn.Parameter
+    parameter: Tensor  # empty where another rank's stage has it
     spec: Spec
 
 
@@ -141,9 +141,11 @@ def save_pretrained(
 def parts_of(model: Transformer) -> dict[str, list[Part]]:
     """Each tensor of theirs, in parts that follow one another."""
     found: dict[str, list[Part]] = {}
-    for name, parameter, declaration in declared(model):
+    mine = {name: parameter for name, parameter, _ in declared(model)}
+    none = next(iter(mine.values())).detach().new_empty(0)
+    for name, spec in model.specs().items():
         source = source_of(model.config, name)
-        found.setdefault(source.name, []).append(Part(source, parameter, declaration.spec))
+        found.setdefault(source.name, []).append(Part(source, mine.get(name, none), spec))
     return {name: sorted(parts, key=lambda part: part.source.part) for name, parts in found.items()}
 
 
