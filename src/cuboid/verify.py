@@ -13,11 +13,12 @@ from cuboid.comm.collectives import all_reduce, gather_pieces
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.plan.cost import Cost
@@ -117,8 +118,8 @@ class Measured:
     @property
     def quantities(self) -> list[int]:
         """In the order of `QUANTITIES`."""
-        matrices = sum(p.nbytes for p in self.model.parameters() if p.dim() > 1)
-        vectors = sum(p.nbytes for p in self.model.parameters() if p.dim() == 1)
+        sizes = [(p.dim(), shard_of(p).nbytes) for p in self.model.parameters()]
+        matrices, vectors = (sum(size for dims, size in sizes if (dims > 1) == matrix) for matrix in (True, False))
         parameters = matrices + vectors
         at_rest, peak = 4 * parameters + self.saved, self.memory.peak + 2 * parameters
         return [matrices, vectors, self.flops, self.saved, at_rest, peak]
@@ -140,7 +141,8 @@ def unsettle(model: Transformer, seed: int) -> None:
     for name, parameter, d in declared(model):
         if not d.std:
             ranges = d.spec.ranges(mesh.cuboid, mesh.coordinates)
-            parameter.add_(normal(key_of(seed, f"{name} moved"), d.spec.shape, ranges, 0.1).to(parameter))
+            shard = shard_of(parameter)
+            shard.add_(normal(key_of(seed, f"{name} moved"), d.spec.shape, ranges, 0.1).to(shard))
 
 
 def saved_bytes(memory: Memory, loss: Tensor, expected: int | None) -> int:
@@ -205,9 +207,7 @@ def compare(report: Report, case: Case, mesh: Mesh, mine: Measured, whole: Measu
     logits = join_logits(case, mesh, mine)
     if whole is not None:
         report.errors["logits"] = relative(logits, whole.logits)
-    gradients = torch.cat(
-        [parameter.grad.reshape(-1) for parameter in mine.model.parameters() if parameter.grad is not None]
-    )
+    gradients = torch.cat([shard_of(p.grad).reshape(-1) for p in mine.model.parameters() if p.grad is not None])
     pieces = gather_pieces(gradients, mesh.world)
     if whole is None:
         return

@@ -20,6 +20,7 @@ from cuboid.comm.transport.base import NewGroup
 from cuboid.comm.transport.sharing import Sharing
 from cuboid.device import current
 from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.mesh.device_mesh import BlockMesh
 
 
 class Mesh:
@@ -60,13 +61,15 @@ class Mesh:
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
         self._sharing = Sharing(share_device)
-        self._device_meshes: dict[str, DeviceMesh] = {}
+        self._device_meshes: dict[str, BlockMesh] = {}
         for name, size in cuboid.sizes.items():
             given = groups[name] if groups is not None and size > 1 else None
             at = self.coordinates[name]
             setattr(self, name, self._along(name) if given is None else self._axis(name, size, at, given))
         self.world = self._axis("world", world, rank, dist.group.WORLD if world > 1 else None)
         self._parts_of_x: dict[int, Axis] = {}
+        if world > 1:
+            self.device_mesh(self.device.type)  # now: the model may be made where tensors have no values
 
     data: Axis
     x: Axis
@@ -137,17 +140,15 @@ class Mesh:
         """Of a `device_mesh`: the axes longer than one, or one of them."""
         return tuple(axis for axis in self.NESTING if self.cuboid.sizes[axis] > 1) or ("x",)
 
-    def device_mesh(self, device_type: str) -> DeviceMesh:
+    def device_mesh(self, device_type: str) -> BlockMesh:
         """For DTensors on such devices and `torch.distributed.checkpoint`. It has our groups; for copies of a GPU's
         tensors in its host's memory it has none, and nothing can be sent."""
         if device_type not in self._device_meshes:
-            sizes, groups = [self.cuboid.sizes[axis] for axis in self.dims], [getattr(self, d).group for d in self.dims]
-            ranks, names = torch.from_numpy(self.cuboid.array(self.NESTING)).reshape(sizes), self.dims
-            if device_type == self.device.type and None not in groups:
-                made = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
-            else:
-                made = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=self.rank)
-            self._device_meshes[device_type] = made
+            sizes, groups = [self.cuboid.sizes[axis] for axis in self.dims], []
+            ranks = torch.from_numpy(self.cuboid.array(self.NESTING)).reshape(sizes)
+            if device_type == self.device.type and self.world.size > 1:
+                groups = [getattr(self, name).group for name in self.dims]
+            self._device_meshes[device_type] = BlockMesh(device_type, ranks, self.dims, self.rank, groups)
         return self._device_meshes[device_type]
 
     def part_of_x(self, size: int) -> Axis:

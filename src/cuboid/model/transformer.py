@@ -1,7 +1,6 @@
 """The Transformer, written once for every `Parallel`."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,7 +10,7 @@ from cuboid.mesh.place import Place
 from cuboid.model.nn import Block, Model, Norm, Table
 from cuboid.model.parallel import Parallel
 from cuboid.step.op import chain, recomputed
-from cuboid.step.runner import At, Runner, Stage
+from cuboid.step.runner import At, Stage
 from cuboid.step.schedule import Clock, interleave
 
 #: What backward computes again rather than keep: nothing, attention, or everything inside a block.
@@ -66,11 +65,19 @@ class Transformer(Model):
     def logits(self, tokens: Tensor, place: Place, caches: dict[Any, Any] | None = None) -> Tensor:
         """This rank's part of the logits, [s, b, v] at `place.logits`. `caches`, empty at first, remembers keys and
         values from call to call."""
+        super()._check_call(tokens, None, place)
         task, _ = self._to_logits.outputs(tokens, At(place, train=False, caches=caches), clock := Clock())
         (found,) = interleave([task], clock)
         return torch.cat(found, 1)
 
-    @cached_property
-    def _to_logits(self) -> Runner:
-        """Of the same stages, with the logits in place of the head: made once, not for every token of a text."""
-        return self.runner_of([*self._trunk(), Stage("logits", self.classifier.logits(), [self.classifier])])
+    def _run(self, stages: Sequence[Stage]) -> None:
+        super()._run(stages)
+        logits = Stage("logits", self.classifier.logits(), [self.classifier])
+        self._to_logits = self.runner_of([*self._trunk(), logits])
+
+    def _check_call(self, inputs: Tensor, targets: Tensor | None, place: Place) -> None:
+        if targets is None:
+            raise ValueError(
+                "targets=None: forward gives the loss of targets; for logits call model.logits(tokens, place)"
+            )
+        super()._check_call(inputs, targets, place)

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, CuboidParallel
 from cuboid.model.transformer import Transformer
@@ -79,7 +80,7 @@ def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
         mesh.ledger.reset()
         with count_flops() as flops:
             model(ids, ids, place).backward()
-        parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+        parameters = sum(shard_of(p).nbytes for p in model.parameters())
     total = flops.get_total_flops()
     return Counted(mesh.ledger.counts(), total, parameters, saved, memory.peak + 2 * parameters)
 

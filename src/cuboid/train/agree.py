@@ -22,8 +22,8 @@ from cuboid.comm.journal import listed
 from cuboid.layers.product import multiply
 from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Spec
-from cuboid.model.nn import declared
+from cuboid.mesh.layout import Spec, shard_of
+from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
 from cuboid.run.watch import RankError
 from cuboid.train.checkpoint import MOMENTS
@@ -50,7 +50,7 @@ def check(model: Transformer, optimizer: torch.optim.Optimizer, step: int, every
 
 def checksum(x: Tensor) -> Tensor:
     """The sum of its bits as integers: one flipped bit changes it."""
-    return x.detach().contiguous().view(BITS[x.element_size()]).sum(dtype=torch.int64)
+    return x.contiguous().view(BITS[x.element_size()]).sum(dtype=torch.int64)
 
 
 def differing_copies(model: Transformer, optimizer: torch.optim.Optimizer) -> Iterator[str]:
@@ -58,8 +58,8 @@ def differing_copies(model: Transformer, optimizer: torch.optim.Optimizer) -> It
     held: list[tuple[str, Tensor, Spec]] = []
     for name, parameter, d in declared(model):
         if d.spec.copies(mesh.cuboid) > 1:
-            moments = [(f"{moment} of {name}", optimizer.state[parameter][moment], d.spec) for moment in MOMENTS]
-            held += [(name, parameter, d.spec), *moments]
+            moments = ((f"{moment} of {name}", optimizer.state[parameter][moment]) for moment in MOMENTS)
+            held += [(each, shard_of(x), d.spec) for each, x in ((name, parameter), *moments)]
     if not held:
         return
     sums = all_gather(torch.stack([checksum(x) for _, x, _ in held])[None], mesh.world).wait().cpu()
@@ -74,12 +74,12 @@ def differing_copies(model: Transformer, optimizer: torch.optim.Optimizer) -> It
 def differing_products(model: Transformer, turn: int) -> Iterator[str]:
     mesh = model.parallel.mesh
     world, times = mesh.world, min(3, mesh.world.size)
-    weights = [(name, p, d.spec) for name, p, d in declared(model) if p.dim() == 2]
+    weights = [(name, shard_of(p), d.spec) for name, p, d in declared(model) if p.dim() == 2]
     name, weight, spec = weights[turn % len(weights)]
     n, k = least(spec, mesh.cuboid)
     if times == 1 or not n * k:
         return
-    shard = weight.detach()[:n, :k].to(model.parallel.dtype or weight.dtype)
+    shard = weight[:n, :k].to(model.parallel.dtype or weight.dtype)
     X = normal(key_of(turn, name), (ROWS, k), ((0, ROWS), (0, k)), 1.0).to(shard)
     mine = torch.stack([product_of(X, shift(shard, world, by).wait()) for by in range(times)])
     sums = all_gather(mine[None], world).wait().tolist()

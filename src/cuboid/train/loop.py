@@ -17,6 +17,7 @@ from cuboid.comm.collectives import from_all, from_first
 from cuboid.device import peak_memory
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
@@ -261,7 +262,7 @@ def check_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
 
 def introduction(trainer: Trainer, folder: Path) -> str:
     c, d, cuboid = trainer.model.config, trainer.config.data, trainer.model.parallel.mesh.cuboid
-    held = sum(p.numel() for p in trainer.model.parameters())
+    held = sum(shard_of(p).numel() for p in trainer.model.parameters())
     text = ", ".join(d.paths) or "Python's own library"
     lines = [
         f"model   {c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {c.parameters:,} parameters, "
