@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model import nn
 from cuboid.model.config import ModelConfig
@@ -38,7 +39,7 @@ def peak_of_build(world: World) -> tuple[int, int]:
     model = Transformer(CuboidParallel(BIG, mesh))
     peak = status("VmHWM") - before
     mesh.close()
-    return peak, sum(parameter.nbytes for parameter in model.parameters())
+    return peak, sum(shard_of(parameter).nbytes for parameter in model.parameters())
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's memory counters")
@@ -70,7 +71,7 @@ def drawn_in_build(world: World) -> tuple[int, int]:
     with counting() as drawn:
         model = Transformer(CuboidParallel(SMALL, mesh))
     mesh.close()
-    return sum(drawn), sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    return sum(drawn), sum(shard_of(p).numel() for p in model.parameters() if p.dim() == 2)
 
 
 def test_transformer_build_draws_only_own_shards(pool: Callable[[int], Pool]) -> None:

@@ -21,6 +21,7 @@ from cuboid.comm.flight import Flight, Pause, Steps
 from cuboid.layers import product
 from cuboid.layers.product import Out, Side
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, suitable_schedule
@@ -49,7 +50,7 @@ def stepped(world: World, shape: Cuboid, schedule: Schedule, overlap: bool = Tru
     model(*(place.take(whole, 0) for whole in batch()), place, dropout=3).backward()
     spans = mesh.ledger.spans
     mesh.close()
-    return [p.grad for p in model.parameters() if p.grad is not None], spans
+    return [shard_of(p.grad) for p in model.parameters() if p.grad is not None], spans
 
 
 @pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), pytest.param(Cuboid(2, 3, 2), marks=pytest.mark.slow)], ids=str)

@@ -14,12 +14,14 @@ from cuboid.comm.collectives import all_reduce, gather_pieces
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
 from cuboid.model.freeze import Trained
-from cuboid.model.nn import declared, evaluating
+from cuboid.model.module import declared
+from cuboid.model.nn import evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.plan.cost import Cost
@@ -123,9 +125,9 @@ class Measured:
     @property
     def quantities(self) -> list[float]:
         """In the order of `QUANTITIES`; those that were not measured are not a number."""
-        matrices = sum(p.nbytes for p in self.model.parameters() if p.dim() > 1)
-        vectors = sum(p.nbytes for p in self.model.parameters() if p.dim() == 1)
-        trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        parameters = list(self.model.parameters())
+        matrices, vectors = (sum(shard_of(p).nbytes for p in parameters if (p.dim() > 1) == m) for m in (True, False))
+        trained = sum(shard_of(p).nbytes for p in parameters if p.requires_grad)
         saved = nan if self.saved is None else self.saved
         at_rest, peak = matrices + vectors + 3 * trained + saved, self.memory.peak + 2 * trained
         return [matrices, vectors, self.flops, saved, at_rest, peak]
@@ -147,7 +149,8 @@ def unsettle(model: Transformer, seed: int) -> None:
     for name, parameter, d in declared(model):
         if not d.std:
             ranges = d.spec.ranges(mesh.cuboid, mesh.coordinates)
-            parameter.add_(normal(key_of(seed, f"{name} moved"), d.spec.shape, ranges, 0.1).to(parameter))
+            shard = shard_of(parameter)
+            shard.add_(normal(key_of(seed, f"{name} moved"), d.spec.shape, ranges, 0.1).to(shard))
 
 
 def saved_bytes(memory: Memory, loss: Tensor, expected: int | None) -> int:
@@ -217,9 +220,7 @@ def compare(report: Report, case: Case, mesh: Mesh, mine: Measured, whole: Measu
     logits = join_logits(case, mesh, mine)
     if whole is not None:
         report.errors["logits"] = relative(logits, whole.logits)
-    gradients = torch.cat(
-        [parameter.grad.reshape(-1) for parameter in mine.model.parameters() if parameter.grad is not None]
-    )
+    gradients = torch.cat([shard_of(p.grad).reshape(-1) for p in mine.model.parameters() if p.grad is not None])
     pieces = gather_pieces(gradients, mesh.world)
     specs = mine.model.specs()
     if whole is None:

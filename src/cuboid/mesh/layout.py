@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cuboid.mesh.cuboid import AXES, Cuboid
@@ -119,12 +119,47 @@ class Spec:
             found.append(Shard(dims[0]) if dims else Replicate())
         return tuple(found)
 
-    def dtensor(self, local: Tensor, mesh: Mesh) -> DTensor:
-        """`local` as a DTensor of the global shape, for state dicts."""
+    def dtensor(self, shard: Tensor, mesh: Mesh) -> DTensor:
+        """A rank's shard as a DTensor of the global shape, in the same memory."""
         return DTensor.from_local(
-            local,
-            mesh.device_mesh(local.device.type),
+            shard,
+            mesh.device_mesh(shard.device.type),
             self.placements(mesh),
             shape=torch.Size(self.shape),
             stride=torch.empty(self.shape, device="meta").stride(),
         )
+
+    def parameter(self, shard: Tensor, mesh: Mesh) -> nn.Parameter:
+        """A DTensor or, on one device, a plain one."""
+        return nn.Parameter(self.dtensor(shard, mesh) if mesh.cuboid.ranks > 1 else shard)
+
+
+# The shards of parameters, in the memory they lie in: what a step works on, without DTensor's dispatch
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter or a gradient; of a plain one all. Autograd does not see it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The unsharded values of a parameter or a gradient, on every rank: all ranks call it."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_as(parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    """A rank's shard, of a gradient say, as the parameter is."""
+    return DTensor(shard, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else shard
+
+
+def data_of(parameter: nn.Parameter) -> int:
+    """What setting `data` of a DTensor changes, and nothing else: its values stay where they are."""
+    return parameter.untyped_storage()._cdata if isinstance(parameter, DTensor) else 0
+
+
+def lay(parameter: nn.Parameter, shard: Tensor) -> None:
+    """Have the parameter's values where `shard` is."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = shard
+    else:
+        parameter.data = shard

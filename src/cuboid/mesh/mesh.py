@@ -21,6 +21,7 @@ from cuboid.comm.transport.base import NewGroup
 from cuboid.comm.transport.sharing import Sharing
 from cuboid.device import current
 from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.mesh.device_mesh import BlockMesh
 
 
 class Lanes(NamedTuple):
@@ -71,7 +72,7 @@ class Mesh:
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
         self._sharing = Sharing(share_device)
-        self._device_meshes: dict[str, DeviceMesh] = {}
+        self._device_meshes: dict[str, BlockMesh] = {}
         for name, size in cuboid.sizes.items():
             given = groups[name] if groups is not None and size > 1 else None
             at = self.coordinates[name]
@@ -79,6 +80,8 @@ class Mesh:
         self.world = self._axis("world", world, rank, dist.group.WORLD if world > 1 else None)
         self._parts_of_x: dict[int, Axis] = {}
         self._lanes: dict[tuple[int, int], tuple[Axis | None, Axis | None]] = {}
+        if world > 1:
+            self.device_mesh(self.device.type)  # now: the model may be made where tensors have no values
 
     pipe: Axis
     data: Axis
@@ -194,18 +197,15 @@ class Mesh:
         """Of a `device_mesh`: the axes longer than one, or one of them. Tensors belong to one place of the pipe."""
         return tuple(axis for axis in self.NESTING[1:] if self.cuboid.sizes[axis] > 1) or ("x",)
 
-    def device_mesh(self, device_type: str) -> DeviceMesh:
+    def device_mesh(self, device_type: str) -> BlockMesh:
         """For DTensors on such devices and `torch.distributed.checkpoint`. It has our groups; for copies of a GPU's
         tensors in its host's memory it has none, and nothing can be sent."""
         if device_type not in self._device_meshes:
-            sizes, groups = [self.cuboid.sizes[axis] for axis in self.dims], [getattr(self, d).group for d in self.dims]
-            mine = self.cuboid.array(self.NESTING)[self.pipe.index]
-            ranks, names = torch.from_numpy(mine).reshape(sizes), self.dims
-            if device_type == self.device.type and None not in groups:
-                made = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
-            else:
-                made = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=self.rank)
-            self._device_meshes[device_type] = made
+            sizes, groups = [self.cuboid.sizes[axis] for axis in self.dims], []
+            ranks = torch.from_numpy(self.cuboid.array(self.NESTING)[self.pipe.index]).reshape(sizes)
+            if device_type == self.device.type and self.cuboid.block * self.cuboid.data > 1:
+                groups = [getattr(self, name).group for name in self.dims]
+            self._device_meshes[device_type] = BlockMesh(device_type, ranks, self.dims, self.rank, groups)
         return self._device_meshes[device_type]
 
     def part_of_x(self, size: int) -> Axis:

@@ -1,7 +1,6 @@
 """The Transformer, written once for every `Parallel`."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,7 +10,6 @@ from cuboid.mesh.place import Place
 from cuboid.model.nn import Block, Model, Norm, Table
 from cuboid.model.parallel import Parallel
 from cuboid.step.op import Layer, chain, recomputed
-from cuboid.step.play import Player
 from cuboid.step.runner import At, Stage
 
 #: What backward computes again rather than keep: nothing, attention, or everything inside a block.
@@ -93,11 +91,18 @@ class Transformer(Model):
                 f"logits have no dropout, and the model is in training mode with dropout={self.config.dropout}; call "
                 "model.eval() first"
             )
+        super()._check_call(tokens, None, place)
         at, shape = At(place, train=False, caches=caches), [len(each) for each in place.logits]
         return self._to_logits.forward(tokens, at, shape)
 
-    @cached_property
-    def _to_logits(self) -> Player:
-        """Of the same stages, with the logits in place of the head: made once, not for every token of a text."""
+    def _run(self, segments: Mapping[int, Sequence[Stage]]) -> None:
+        super()._run(segments)
         head = Stage("logits", self.classifier.logits(), [self.classifier]) if self.norm is not None else None
-        return self.player_of(self._segments(head))
+        self._to_logits = self.player_of(self._segments(head))
+
+    def _check_call(self, inputs: Tensor, targets: Tensor | None, place: Place) -> None:
+        if targets is None:
+            raise ValueError(
+                "targets=None: forward gives the loss of targets; for logits call model.logits(tokens, place)"
+            )
+        super()._check_call(inputs, targets, place)

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, CuboidParallel
 from cuboid.model.transformer import Transformer
@@ -83,7 +84,7 @@ def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
         mesh.ledger.reset()
         with count_flops() as flops:
             model(ids, ids, place).backward()
-        sizes = {p: p.numel() * p.element_size() for p in model.parameters()}
+        sizes = {p: shard_of(p).nbytes for p in model.parameters()}
     moments = 2 * sum(size for p, size in sizes.items() if p.requires_grad)
     total = flops.get_total_flops()
     return Counted(mesh.ledger.counts(), total, sum(sizes.values()), saved, memory.peak + moments)

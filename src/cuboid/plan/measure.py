@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from cuboid.mesh.layout import shard_of
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -52,7 +53,7 @@ class Memory(TorchDispatchMode):
         self._alive: dict[int, tuple[_Alive, weakref.ref[torch.UntypedStorage]]] = {}
         self._at_peak: list[_Alive] = []
         for parameter in module.parameters():
-            self._see(local(parameter), "parameters")
+            self._see(shard_of(parameter), "parameters")
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
@@ -89,7 +90,7 @@ class Memory(TorchDispatchMode):
 
     def _call(self, tensor: Tensor, kind: str) -> None:
         """From now on known as `kind`, unless it is a parameter."""
-        found = self._alive.get(_identity(local(tensor)))
+        found = self._alive.get(_identity(shard_of(tensor)))
         if found is not None and found[0].kind != "parameters":
             found[0].kind = kind
 
@@ -113,10 +114,6 @@ class Memory(TorchDispatchMode):
 def _identity(x: Tensor) -> int:
     """Of the memory a tensor lies in. A fake one has none, but would."""
     return x.untyped_storage()._cdata
-
-
-def local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _maker() -> str:

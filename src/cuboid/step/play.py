@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import broadcast
 from cuboid.comm.flight import run
+from cuboid.mesh.layout import shard_of, sharded_as
 from cuboid.mesh.mesh import Lanes
 from cuboid.step.pipeline import Split
 from cuboid.step.post import Post, exchange
@@ -134,9 +135,11 @@ class Player:
     def _summed(self, gradients: Tensors) -> Tensors:
         shared = [p for p in self.shared if p in gradients]
         if shared:
-            flat = torch.cat([gradients[p].reshape(-1) for p in shared])
-            parts = exchange(flat, self.lanes, self.pipe.index == 0).split([p.numel() for p in shared])
-            gradients |= {p: part.view(p.shape) for p, part in zip(shared, parts, strict=True)}
+            shards = [shard_of(gradients[p]) for p in shared]
+            flat = torch.cat([shard.reshape(-1) for shard in shards])
+            parts = exchange(flat, self.lanes, self.pipe.index == 0).split([shard.numel() for shard in shards])
+            for p, shard, part in zip(shared, shards, parts, strict=True):
+                gradients[p] = sharded_as(p, part.view(shard.shape))
         return gradients
 
 

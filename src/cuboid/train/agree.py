@@ -21,8 +21,8 @@ from cuboid.comm.journal import listed
 from cuboid.layers.product import multiply
 from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Spec
-from cuboid.model.nn import declared
+from cuboid.mesh.layout import Spec, shard_of
+from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
 from cuboid.run.watch import RankError
 from cuboid.train.checkpoint import MOMENTS
@@ -49,7 +49,7 @@ def check(model: Transformer, optimizer: torch.optim.Optimizer, step: int, every
 
 def checksum(x: Tensor) -> Tensor:
     """The sum of its bits as integers: one flipped bit changes it."""
-    return x.detach().contiguous().view(BITS[x.element_size()]).sum(dtype=torch.int64)
+    return x.contiguous().view(BITS[x.element_size()]).sum(dtype=torch.int64)
 
 
 def differing_copies(model: Transformer, optimizer: torch.optim.Optimizer) -> Iterator[str]:
@@ -61,7 +61,7 @@ def differing_copies(model: Transformer, optimizer: torch.optim.Optimizer) -> It
             held += [(name, spec), *((f"{moment} of {name}", spec) for moment in MOMENTS)]
             state = optimizer.state.get(mine[name], {}) if name in mine else {}  # none of a frozen one
             tensors = [mine.get(name), *(state.get(moment) for moment in MOMENTS)]
-            checksums += [checksum(torch.empty(0, device=mesh.device) if x is None else x) for x in tensors]
+            checksums += [checksum(torch.empty(0, device=mesh.device) if x is None else shard_of(x)) for x in tensors]
     if not held:
         return
     sums = all_gather(torch.stack(checksums)[None], mesh.world).wait().cpu()
@@ -76,12 +76,12 @@ def differing_products(model: Transformer, turn: int) -> Iterator[str]:
     mesh = model.parallel.mesh
     world, times = mesh.world, min(3, mesh.world.size)
     of = model if mesh.pipe.size == 1 else next(iter(model.blocks))  # every stage has blocks
-    weights = [(name, p, d.spec) for name, p, d in declared(of) if p.dim() == 2]
+    weights = [(name, shard_of(p), d.spec) for name, p, d in declared(of) if p.dim() == 2]
     name, weight, spec = weights[turn % len(weights)]
     n, k = least(spec, mesh.cuboid)
     if times == 1 or not n * k:
         return
-    shard = weight.detach()[:n, :k].to(model.parallel.dtype or weight.dtype)
+    shard = weight[:n, :k].to(model.parallel.dtype or weight.dtype)
     X = normal(key_of(turn, name), (ROWS, k), ((0, ROWS), (0, k)), 1.0).to(shard)
     mine = torch.stack([product_of(X, shift(shard, world, by).wait()) for by in range(times)])
     sums = all_gather(mine[None], world).wait().tolist()

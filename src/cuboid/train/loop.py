@@ -17,11 +17,13 @@ from cuboid.comm.collectives import from_all, from_first
 from cuboid.device import peak_memory
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.freeze import matching, parameter_names
 from cuboid.model.generate import Sampling, generate
-from cuboid.model.nn import declared, evaluating
+from cuboid.model.module import declared
+from cuboid.model.nn import evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import World
@@ -271,7 +273,7 @@ def _tensors(names: Collection[object]) -> str:
 
 def introduction(trainer: Trainer, folder: Path, changed: str = "") -> str:
     c, d, cuboid = trainer.model.config, trainer.config.data, trainer.model.parallel.mesh.cuboid
-    held = sum(p.numel() for p in trainer.model.parameters())
+    held = sum(shard_of(p).numel() for p in trainer.model.parameters())
     frozen = [d.spec for _, p, d in declared(trainer.model) if not p.requires_grad]
     text = ", ".join(d.paths) or "Python's own library"
     lines = [

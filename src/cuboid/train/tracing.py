@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from cuboid.comm.ledger import Ledger
 from cuboid.mesh.cuboid import AXES
+from cuboid.mesh.layout import lay, shard_of
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
 from cuboid.step.schedule import Move
@@ -74,6 +75,6 @@ def unscheduled(model: Transformer) -> Transformer:
     off = CuboidParallel(parallel.config, mesh, parallel.policy, parallel.dtype, schedule)
     made = Transformer(off, None, next(model.parameters()).dtype, model.recompute)
     for mine, same in zip(made.parameters(), model.parameters(), strict=True):
-        mine.data = same.data
+        lay(mine, shard_of(same))
         mine.requires_grad_(same.requires_grad)
     return made
