@@ -1,7 +1,7 @@
 """The block of devices as DTensor and `torch.distributed.checkpoint` know it."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -44,7 +44,7 @@ class BlockMesh(DeviceMesh):
         )
 
 
-def _number(read: Callable[[Tensor], float], args: tuple[DTensor], _: object) -> float:
+def _number(read: Any, args: tuple[Any, ...], _: dict[str, object]) -> Any:
     """What `item()` and `float()` read. DTensor's own would read this rank's part of a sum or a norm."""
     (x,) = args
     return read(x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local())

@@ -130,8 +130,8 @@ class Spec:
         )
 
     def parameter(self, shard: Tensor, mesh: Mesh) -> nn.Parameter:
-        """A DTensor or, on one device, a plain one."""
-        return nn.Parameter(self.dtensor(shard, mesh) if mesh.cuboid.ranks > 1 else shard)
+        """A DTensor or, where one device holds all of it, a plain one."""
+        return nn.Parameter(self.dtensor(shard, mesh) if mesh.cuboid.block * mesh.cuboid.data > 1 else shard)
 
 
 # The shards of parameters, in the memory they lie in: what a step works on, without DTensor's dispatch
@@ -144,7 +144,8 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 def whole_of(tensor: Tensor) -> Tensor:
     """The unsharded values of a parameter or a gradient, on every rank: all ranks call it."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    found = tensor.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def sharded_as(parameter: nn.Parameter, shard: Tensor) -> Tensor:

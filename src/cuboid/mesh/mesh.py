@@ -80,7 +80,7 @@ class Mesh:
         self.world = self._axis("world", world, rank, dist.group.WORLD if world > 1 else None)
         self._parts_of_x: dict[int, Axis] = {}
         self._lanes: dict[tuple[int, int], tuple[Axis | None, Axis | None]] = {}
-        if world > 1:
+        if cuboid.block * cuboid.data > 1:
             self.device_mesh(self.device.type)  # now: the model may be made where tensors have no values
 
     pipe: Axis
