@@ -152,9 +152,9 @@ def test_freeze_takes_patterns_and_modules_alike() -> None:
 
 
 class FrozenFirst(Transformer):
-    def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> None:
+    def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32, wraps: bool = False) -> None:
         self.freeze("embed")
-        super().finish(seed, dtype)
+        super().finish(seed, dtype, wraps)
 
 
 def test_freeze_before_the_model_is_finished_lasts() -> None:
