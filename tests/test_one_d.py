@@ -157,7 +157,7 @@ def evaluated(world: World, case: Case, sequence: bool) -> tuple[float, float, s
     """The loss of a batch without gradients, and with; the collectives of the former."""
     mesh = Mesh(case.cuboid, world.rank)
     parallel = OneD(case.config, mesh, sequence)
-    model = Transformer(parallel, case.seed, torch.float64)
+    model = Transformer(parallel, case.seed, torch.float64).eval()
     place, (tokens, targets) = parallel.place(case.batch, case.seq), batch_of(case)
     mine = place.take(tokens, 0), place.take(targets, case.loss.ignore_index)
     with torch.no_grad():
