@@ -29,8 +29,8 @@ class Lanes(NamedTuple):
     there is no such neighbour. A lane carries one kind of message one way, so that its order is known to both."""
 
     to_next: Axis | None
-    from_last: Axis | None
-    to_last: Axis | None
+    from_previous: Axis | None
+    to_previous: Axis | None
     from_next: Axis | None
 
 

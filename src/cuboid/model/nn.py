@@ -24,7 +24,7 @@ from cuboid.model.parallel import Parallel, Role
 from cuboid.step.op import Layer, Local, chain, fit, recomputed, residual
 from cuboid.step.pipeline import Split, orders
 from cuboid.step.play import Player
-from cuboid.step.post import ARRIVE, DEPART
+from cuboid.step.post import border
 from cuboid.step.runner import At, Runner, Stage
 from cuboid.step.schedule import Order
 from cuboid.step.weights import Bucket, Gathered
@@ -257,11 +257,11 @@ class Model(nn.Module):
         """Of this rank's stages of a pipeline; between them messages arrive and depart."""
         parallel, mesh, last, runners = self.parallel, self.parallel.mesh, self.split.last, {}
         sums_over = [getattr(mesh, name) for name in parallel.sums_over]
+        arrive, depart = border(next(iter(self._buckets.values())).dtype.itemsize)
         for number, stages in segments.items():
-            ends = [Stage("arrive", ARRIVE)] * (number > 0), [Stage("depart", DEPART)] * (number < last)
-            inner, keep = [*ends[0], *stages, *ends[1]], mesh.pipe.size == 1
-            args = inner, self._buckets, parallel.schedule, sums_over, parallel.retain_weights, keep
-            runners[number] = Runner(*args)
+            before, after = [Stage("arrive", arrive)] * (number > 0), [Stage("depart", depart)] * (number < last)
+            options = parallel.schedule, sums_over, parallel.retain_weights, mesh.pipe.size == 1
+            runners[number] = Runner([*before, *stages, *after], self._buckets, *options)
         shared = [p for _, p, d in declared(self) if len(d.spec.pipe) > 1]
         return Player(runners, self.split, mesh.pipe, self.lanes, shared)
 

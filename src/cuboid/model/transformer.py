@@ -52,13 +52,17 @@ class Transformer(Model):
         return table
 
     def stages(self) -> Sequence[Stage]:
-        return [*self._trunk(0), Stage("head", self.classifier.head_loss(), [self.classifier], again=False)]
+        return [*self._trunk(0), self._head()]
 
     def segments(self) -> Mapping[int, Sequence[Stage]]:
         if self.split.last == 0:
             return {0: self.stages()}
-        head = Stage("head", self.classifier.head_loss(), [self.classifier], again=False) if self.norm else None
-        return self._segments(head)
+        if type(self).stages is not Transformer.stages:
+            raise ValueError(f"{type(self).__name__} lists stages of its own; override `segments` too, or use pipe=1")
+        return self._segments(self._head() if self.norm is not None else None)
+
+    def _head(self) -> Stage:
+        return Stage("head", self.classifier.head_loss(), [self.classifier], again=False)
 
     def _segments(self, head: Stage | None) -> dict[int, Sequence[Stage]]:
         """This rank's, with the `head` at the end of the last."""

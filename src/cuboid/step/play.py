@@ -83,7 +83,7 @@ class Player:
                     run(settle(left.pop((i, stage)), sums, clock))
             for (kind, i, stage), found in zip(tasks, interleave(list(tasks.values()), clock), strict=True):
                 if kind == "F":
-                    losses[i], passes[i, stage] = found
+                    losses[i], passes[i, stage] = found  # of the last stage, which is the last of its rank's
             clock.forward = False
             post.reap()
         total = self._from_last(torch.stack([losses[i] for i in named]) if self._has_last else None, [len(named)], True)
@@ -124,7 +124,7 @@ class Player:
 
     def _post(self, batches: Sequence[Batch], orders: Sequence[Order]) -> Post:
         parts = next(iter(self.runners.values())).schedule.parts
-        return Post(self.lanes, self.pipe.index, orders, [at.split(parts) for _, at in batches], self._like)
+        return Post(self.lanes, self.pipe.index, orders, [at for _, at in batches], parts, self._like)
 
     def _from_last(self, found: Tensor | None, shape: Sequence[int], loss: bool) -> Tensor:
         """What the last stage has found; losses are in fp32 or better."""

@@ -2,8 +2,8 @@
 
 What a stage makes is sent as soon as it is made, and nobody waits for that before the step ends. A receive is posted
 one element of the order ahead, so that the message is on its way while the rank still computes. A stage waits inside of
-its first layer (`ARRIVE`) or, backward, its last (`DEPART`): each is the other's transpose, and the weights of the
-layer behind it are gathered meanwhile.
+its first layer or, backward, its last (`border`): each is the other's transpose, and the weights of the layer behind it
+are gathered meanwhile.
 
 INVARIANT: a lane carries messages in the order in which the sender's order has them, sub-batches by number, whenever
 they are made; receives are posted in that order, because every place knows the orders of all.
@@ -25,32 +25,32 @@ from cuboid.step.runner import At
 from cuboid.step.schedule import Move, Order, Task
 
 
-def _await(at: Any, flight: Any) -> Steps:
-    s, b, d = (len(each) for each in at.place.residual)
-    yield Pause(sent=s * b * d, axis="pipe")
-    return flight.wait()
+def border(itemsize: int) -> tuple[Layer, Layer]:
+    """The first layer of a stage (`arrive`) and the last (`depart`): where X is a `Flight`, and where dY is."""
 
+    def land(at: Any, flight: Any) -> Steps:
+        s, b, d = (len(each) for each in at.place.residual)
+        yield Pause(sent=s * b * d * itemsize, axis="pipe")
+        return flight.wait()
 
-def _as_it_is(at: Any, X: Tensor) -> Steps:
-    return X
-    yield
+    def pass_on(at: Any, X: Tensor) -> Steps:
+        return X
+        yield
 
-
-ARRIVE: Layer = Transposable(_await, _as_it_is)
-DEPART: Layer = Transposable(_as_it_is, _await)
+    return Transposable(land, pass_on), Transposable(pass_on, land)
 
 
 class Post:
-    """Of one step, at one place of a pipe. `parts` are the sub-batches of each micro-batch; messages have the dtype and
-    the device of `like`."""
+    """Of one step, at one place of a pipe. Micro-batches are split into `parts` sub-batches; messages have the dtype
+    and the device of `like`."""
 
     def __init__(
-        self, lanes: Lanes, place: int, orders: Sequence[Order], parts: Sequence[Sequence[At]], like: Tensor
+        self, lanes: Lanes, place: int, orders: Sequence[Order], ats: Sequence[At], parts: int, like: Tensor
     ) -> None:
-        self.lanes, self.parts, self.like = lanes, parts, like
+        self._ats, self._parts, self._like = ats, parts, like
         self.last = max(move.stage for order in orders for moves in order for move in moves)
-        self._out = {"F": lanes.to_next, "B": lanes.to_last}
-        self._in = {"F": lanes.from_last, "B": lanes.from_next}
+        self._out = {"F": lanes.to_next, "B": lanes.to_previous}
+        self._in = {"F": lanes.from_previous, "B": lanes.from_next}
         neighbours = {"F": orders[place - 1], "B": orders[(place + 1) % len(orders)]}
         self._coming = {kind: deque(self._sent_on(kind, order)) for kind, order in neighbours.items()}
         self._flights: dict[Move, list[Flight]] = {}
@@ -75,8 +75,10 @@ class Post:
                 coming = self._coming[move.kind].popleft()
                 lane, what = self._in[move.kind], _named(coming)
                 assert lane is not None
-                shapes = [[len(each) for each in at.place.residual] for at in self.parts[coming.batch]]
-                self._flights[coming] = [receive(self.like.new_empty(shape), lane, what) for shape in shapes]
+                shapes = [
+                    [len(each) for each in at.place.residual] for at in self._ats[coming.batch].split(self._parts)
+                ]
+                self._flights[coming] = [receive(self._like.new_empty(shape), lane, what) for shape in shapes]
 
     def take(self, move: Move) -> list[Flight]:
         """By sub-batch."""
@@ -116,7 +118,7 @@ def exchange(x: Tensor, lanes: Lanes, first: bool) -> Tensor:
     """The sum of x of the first place of a pipe and of the last, on both; added in the same order."""
     if not x.numel():
         return x
-    out, back = (lanes.to_last, lanes.from_last) if first else (lanes.to_next, lanes.from_next)
+    out, back = (lanes.to_previous, lanes.from_previous) if first else (lanes.to_next, lanes.from_next)
     assert out is not None
     assert back is not None
     other, sent = receive(torch.empty_like(x), back, "shared gradients"), send(x, out, "shared gradients")
