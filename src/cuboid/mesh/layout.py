@@ -131,7 +131,7 @@ class Spec:
 
     def parameter(self, shard: Tensor, mesh: Mesh) -> nn.Parameter:
         """A DTensor or, where one device holds all of it, a plain one."""
-        return nn.Parameter(self.dtensor(shard, mesh) if mesh.cuboid.block * mesh.cuboid.data > 1 else shard)
+        return nn.Parameter(self.dtensor(shard, mesh) if mesh.sharded else shard)
 
 
 # The shards of parameters, in the memory they lie in: what a step works on, without DTensor's dispatch

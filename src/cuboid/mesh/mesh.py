@@ -80,7 +80,7 @@ class Mesh:
         self.world = self._axis("world", world, rank, dist.group.WORLD if world > 1 else None)
         self._parts_of_x: dict[int, Axis] = {}
         self._lanes: dict[tuple[int, int], tuple[Axis | None, Axis | None]] = {}
-        if cuboid.block * cuboid.data > 1:
+        if self.sharded:
             self.device_mesh(self.device.type)  # now: the model may be made where tensors have no values
 
     pipe: Axis
@@ -193,6 +193,11 @@ class Mesh:
         }
 
     @property
+    def sharded(self) -> bool:
+        """Whether several ranks share a stage of a model: its parameters are DTensors."""
+        return self.cuboid.block * self.cuboid.data > 1
+
+    @property
     def dims(self) -> tuple[str, ...]:
         """Of a `device_mesh`: the axes longer than one, or one of them. Tensors belong to one place of the pipe."""
         return tuple(axis for axis in self.NESTING[1:] if self.cuboid.sizes[axis] > 1) or ("x",)
@@ -203,7 +208,7 @@ class Mesh:
         if device_type not in self._device_meshes:
             sizes, groups = [self.cuboid.sizes[axis] for axis in self.dims], []
             ranks = torch.from_numpy(self.cuboid.array(self.NESTING)[self.pipe.index]).reshape(sizes)
-            if device_type == self.device.type and self.cuboid.block * self.cuboid.data > 1:
+            if device_type == self.device.type and self.sharded:
                 groups = [getattr(self, name).group for name in self.dims]
             self._device_meshes[device_type] = BlockMesh(device_type, ranks, self.dims, self.rank, groups)
         return self._device_meshes[device_type]

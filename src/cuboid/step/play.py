@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import broadcast
 from cuboid.comm.flight import run
-from cuboid.mesh.layout import shard_of, sharded_as
+from cuboid.mesh.layout import sharded_as
 from cuboid.mesh.mesh import Lanes
 from cuboid.step.pipeline import Split
 from cuboid.step.post import Post, exchange
@@ -92,7 +92,7 @@ class Player:
         mine = [p for p in self.parameters if p in gradients]
         if mine:  # else all parameters are frozen
             with torch.enable_grad():
-                _Gradients.apply([gradients.pop(p) for p in mine], *mine).backward()
+                _Gradients.apply([sharded_as(p, gradients.pop(p)) for p in mine], *mine).backward()
         return list(total.unbind())
 
     @torch.no_grad()
@@ -135,11 +135,10 @@ class Player:
     def _summed(self, gradients: Tensors) -> Tensors:
         shared = [p for p in self.shared if p in gradients]
         if shared:
-            shards = [shard_of(gradients[p]) for p in shared]
-            flat = torch.cat([shard.reshape(-1) for shard in shards])
-            parts = exchange(flat, self.lanes, self.pipe.index == 0).split([shard.numel() for shard in shards])
-            for p, shard, part in zip(shared, shards, parts, strict=True):
-                gradients[p] = sharded_as(p, part.view(shard.shape))
+            mine = [gradients[p] for p in shared]
+            flat = torch.cat([each.reshape(-1) for each in mine])
+            parts = exchange(flat, self.lanes, self.pipe.index == 0).split([each.numel() for each in mine])
+            gradients |= {p: part.view(each.shape) for p, each, part in zip(shared, mine, parts, strict=True)}
         return gradients
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_reduce
 from cuboid.comm.flight import Message, Pause, Steps
+from cuboid.mesh.layout import sharded_as
 from cuboid.mesh.place import Place
 from cuboid.step.op import Back, Layer, nothing
 from cuboid.step.schedule import Clock, Schedule, Task, interleave
@@ -312,4 +313,5 @@ class _Step(torch.autograd.Function):
         (dXs,) = interleave([runner.backward(passed, dloss, sums)], passed.clock)
         gradients = sums.finish()
         dX = torch.cat(dXs, 1) if ctx.needs_input_grad[0] else None
-        return dX, None, None, *(gradients.pop(p, None) for p in runner.parameters)
+        handed = (sharded_as(p, gradients.pop(p)) if p in gradients else None for p in runner.parameters)
+        return dX, None, None, *handed

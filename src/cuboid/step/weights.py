@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter_each
 from cuboid.comm.flight import Message, landed
-from cuboid.mesh.layout import Spec, ceil_div, data_of, lay, round_up, shard_of, sharded_as
+from cuboid.mesh.layout import Spec, ceil_div, data_of, lay, round_up, shard_of
 from cuboid.mesh.mesh import Mesh
 
 Tensors = dict[nn.Parameter, Tensor]  # weights or gradients of some parameters
@@ -302,8 +302,7 @@ class Sums:
             self._replicas[bucket] = sum_over(bucket.mesh.data, totals)
 
     def finish(self) -> Tensors:
-        """The gradient of every parameter that has one, summed over all ranks that saw a part of it, and as the
-        parameter is."""
+        """The gradient of every parameter that has one, summed over all ranks that saw a part of it."""
         while self._flying:
             self._land()
         gradients = {p: gradient for bucket in self._left for p, gradient in self._replicas.pop(bucket, dict)().items()}
@@ -312,7 +311,7 @@ class Sums:
         for axis in (mesh.x, mesh.y, mesh.z):
             partial = {p: gradient for p, gradient in gradients.items() if axis.name in specs[p].sums}
             gradients |= sum_over(axis, partial)()
-        return {p: sharded_as(p, gradient) for p, gradient in gradients.items()}
+        return gradients
 
 
 def sum_over(axis: Axis, gradients: Tensors) -> Landing:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.comm.collectives import all_reduce
-from cuboid.mesh.layout import shard_of
+from cuboid.mesh.layout import shard_of, sharded_as
 from cuboid.model.transformer import Transformer
 from cuboid.train.checkpoint import MOMENTS
 from cuboid.train.config import OptimizerSection, ScheduleSection
@@ -40,7 +40,7 @@ def adamw(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
         fused=True,
     )
     for p in parameters:
-        moments = {name: torch.zeros_like(p) for name in MOMENTS}
+        moments = {name: sharded_as(p, torch.zeros_like(shard_of(p))) for name in MOMENTS}
         optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
     return optimizer
 
