@@ -12,7 +12,7 @@ from torch import Tensor
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
-from cuboid.model import nn
+from cuboid.model import module
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
@@ -55,14 +55,14 @@ def test_transformer_build_memory_is_bounded_by_shards() -> None:
 @contextmanager
 def counting() -> Iterator[list[int]]:
     """The values drawn."""
-    drawn, normal = [], nn.normal
+    drawn, normal = [], module.normal
 
     def counted(*args: Any) -> Tensor:
         values = normal(*args)
         drawn.append(values.numel())
         return values
 
-    with patch.object(nn, "normal", counted):
+    with patch.object(module, "normal", counted):
         yield drawn
 
 

@@ -12,6 +12,7 @@ from silent import silently
 from torch.distributed.pipelining import schedules as theirs
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel
@@ -218,7 +219,7 @@ def traffic(world: World, case: Case, m: int) -> tuple[list[Any], list[Any]]:
         for key, entry in cost.traffic.items():
             total[key] = [a + b for a, b in zip(total.get(key, [0, 0]), entry, strict=True)]
     found = {key: [entry.calls, entry.bytes] for key, entry in mesh.ledger.entries.items()}
-    held = sum(p.nbytes for p in model.parameters())
+    held = sum(shard_of(p).nbytes for p in model.parameters())
     return [found, flops.get_total_flops(), held], [total, sum(c.flops for c in costs), costs[0].parameters]
 
 

@@ -13,6 +13,7 @@ from test_watch import LIMIT, steps
 from tiny import Curve, curve, furthest, losses, on, ranks_of, tiny, write_text
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel
@@ -92,7 +93,7 @@ def check_ranks(world: World, config: TrainConfig, flipped: int) -> str:
     trainer.step()
     table = trainer.model.embed
     if world.rank == flipped and table is not None:
-        table.weight.data.view(-1)[3] += 1
+        shard_of(table.weight).view(-1)[3] += 1
     try:
         check(trainer.model, trainer.optimizer, 1, 1)
     except Corrupted as error:

@@ -89,9 +89,9 @@ def train(
     if pipe:
         overrides = [*overrides, f"cuboid.pipe={pipe}"]
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
-    chosen.check()
     if not cuboid and is_first() and (said := half_given(chosen, config, overrides)):
         Console(highlight=False, soft_wrap=True).print(said, markup=False)
+    chosen.check()
     if emulate:
         if resume is not None or trace or under_torchrun():
             raise ValueError(

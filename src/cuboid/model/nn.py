@@ -225,7 +225,7 @@ class Model(nn.Module):
     def freeze(self, pattern: str) -> None:
         """Train no parameter whose name the regular expression `pattern` is found in ("embed|blocks.0"), as
         `requires_grad_(False)` of these would. Raises if it is found in none."""
-        if self.parallel.mesh.pipe.size > 1:
+        if pattern and self.parallel.mesh.pipe.size > 1:
             raise ValueError(f"freeze={pattern!r} on pipe={self.parallel.mesh.pipe.size} is not supported; use pipe=1")
         parameters = {name: parameter for name, parameter, _ in declared(self)}
         for name in matching(pattern, list(parameters)):

@@ -171,7 +171,7 @@ class Clock:
 
     def _pace(self) -> float:
         """Of a byte on the link: a backward does twice its forward's work and sends as much."""
-        return 1.5 * self._work / self._sent if self._work else 1.0
+        return 1.5 * self._work / self._sent if self._work and self._sent else 1.0
 
     def _advance(self, moment: float) -> None:
         while self._left and self.now < moment:
