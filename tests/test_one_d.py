@@ -185,7 +185,7 @@ def test_one_d_own_loss_matches_one_device(sequence: bool, pool: Pools) -> None:
 def tokens_of(world: World, config: ModelConfig, cuboid: Cuboid, sequence: bool) -> tuple[list[int], list[int]]:
     mesh = Mesh(cuboid, world.rank)
     on_many, on_one = (Transformer(p, dtype=torch.float64) for p in (OneD(config, mesh, sequence), Serial(config)))
-    found, wanted = (list(generate(model, [3, 1, 4, 1, 5], 6, Sampling(0))) for model in (on_many, on_one))
+    found, wanted = (list(generate(model.eval(), [3, 1, 4, 1, 5], 6, Sampling(0))) for model in (on_many, on_one))
     mesh.close()
     return found, wanted
 

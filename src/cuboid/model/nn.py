@@ -265,6 +265,7 @@ class Model(nn.Module):
         shared = [p for _, p, d in declared(self) if len(d.spec.pipe) > 1]
         return Player(runners, self.split, mesh.pipe, self.lanes, shared)
 
+    @torch.compiler.disable  # the schedule compiles what pays (Schedule.compile)
     def forward(
         self, inputs: Tensor, targets: Tensor, place: Place, loss: Any = None, dropout: int | None = None
     ) -> Tensor:
