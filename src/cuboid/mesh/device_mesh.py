@@ -44,10 +44,10 @@ class BlockMesh(DeviceMesh):
         )
 
 
-def _number(read: Any, args: tuple[Any, ...], _: dict[str, object]) -> Any:
+def _number(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
     """What `item()` and `float()` read. DTensor's own would read this rank's part of a sum or a norm."""
     (x,) = args
-    return read(x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local())
+    return op_call(x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local())
 
 
 def _not_about_flattening(record: logging.LogRecord) -> bool:
