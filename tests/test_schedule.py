@@ -210,6 +210,13 @@ def test_clock_paces_a_link_by_the_forward() -> None:
     assert clock.lands(first) == clock.now
 
 
+def test_clock_runs_where_the_forward_sends_nothing() -> None:
+    clock = Clock()
+    clock.compute(20)
+    clock.forward = False
+    assert clock.lands(clock.launch(4, "x")) == clock.now + 4
+
+
 def launched_beside(world: World, beside: bool) -> list[tuple[str, str, str]]:
     """The moves that are under way at each launch of a step of two micro-batches, its axis and kind."""
     mesh = Mesh(Cuboid(2, 2, 1), world.rank)

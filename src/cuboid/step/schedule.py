@@ -170,7 +170,8 @@ class Clock:
         self._advance(self.now + work)
 
     def _pace(self) -> float:
-        """Of a byte on the link: a backward does twice its forward's work and sends as much."""
+        """Of a byte on the link: a backward does twice its forward's work and sends as much. 1 where a forward sends or
+        computes nothing."""
         return 1.5 * self._work / self._sent if self._work and self._sent else 1.0
 
     def _advance(self, moment: float) -> None:
