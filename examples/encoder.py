@@ -81,14 +81,13 @@ def train(world: World, sizes: tuple[int, int, int], steps: int) -> list[float]:
     mesh = Mesh.over(init_device_mesh(world.device.type, sizes, mesh_dim_names=("x", "y", "z")))
     parallel = CuboidParallel(CONFIG, mesh)
     model, place = Encoder(parallel), parallel.place(BATCH, SEQ)
-    parameters = model.dtensors().values()  # for any torch optimizer
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
     losses = []
     for step in range(steps):
         tokens, targets = (whole.to(mesh.device) for whole in masked(step))
         loss = model(place.take(tokens, 0), place.take(targets, -100), place)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)  # by the norm of the whole gradient
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # by the norm of the whole gradient
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

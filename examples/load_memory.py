@@ -38,7 +38,7 @@ def load(world: World, small: Path, folder: Path) -> tuple[int, int, int]:
     before = status("VmRSS")
     model = from_pretrained(folder, mesh)
     rise = status("VmHWM") - before
-    sizes = [parameter.nbytes for parameter in model.parameters()]
+    sizes = [parameter.to_local().nbytes for parameter in model.parameters()]
     return sum(sizes), max(sizes), rise
 
 

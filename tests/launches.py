@@ -8,7 +8,7 @@ shows as a difference.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -17,6 +17,7 @@ from sharded import Case
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cuboid.comm.journal import Journal
+from cuboid.mesh.cuboid import AXES
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
@@ -103,7 +104,7 @@ def launches(case: Case, rank: int) -> list[Launch]:
     model, place = Transformer(parallel, None, recompute=case.recompute), parallel.place(case.batch, case.seq)
     ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
     with noting_empty_buckets(recorder.launches):
-        if case.micro_batches > 1:
+        if case.micro_batches > 1 or case.cuboid.pipe > 1:
             model.play([(ids, At(place, ids, case.loss, case.dropout))] * case.micro_batches)
         else:
             model(ids, ids, place, case.loss, case.dropout).backward()
@@ -111,14 +112,24 @@ def launches(case: Case, rank: int) -> list[Launch]:
 
 
 def difference(case: Case) -> str:
-    """The first place where two ranks launch something different; "" where all launch the same."""
-    orders = [launches(case, rank) for rank in range(case.cuboid.ranks)]
-    for i, at in enumerate(zip_longest(*orders)):
-        first = {each.ranks: each for each in reversed(at) if each is not None}  # of those that meet
-        for rank, launch in enumerate(at):
-            if launch is None or not launch.like(at[0]) or not launch.like(first[launch.ranks]):
-                return f"launch {i} of {case}: {at[0]} of rank 0, {launch} of rank {rank}"
-    return "" if orders[0] or case.cuboid.ranks == 1 else f"no launches of {case}"
+    """The first place where two ranks launch something different; "" where all launch the same. On a pipe, ranks of the
+    same stages do, and on a lane between two stages both of its ranks have the same messages in the same order."""
+    found = [launches(case, rank) for rank in range(case.cuboid.ranks)]
+    for ranks in case.cuboid.array(AXES).reshape(case.cuboid.pipe, -1).tolist():
+        for i, at in enumerate(zip_longest(*(found[rank] for rank in ranks))):
+            first = {each.ranks: each for each in reversed(at) if each is not None}  # of those that meet
+            for rank, launch in zip(ranks, at, strict=True):
+                if launch is None or not launch.like(at[0]) or not launch.like(first[launch.ranks]):
+                    return f"launch {i} of {case}: {at[0]} of rank {ranks[0]}, {launch} of rank {rank}"
+    lanes: dict[Any, dict[int, list[Launch]]] = {}
+    for rank, order in enumerate(found):
+        for launch in order:
+            if launch.axis.startswith("pipe "):
+                lanes.setdefault((launch.axis, launch.ranks), {}).setdefault(rank, []).append(launch)
+    for way, ends in lanes.items():
+        if len(ends) != 2 or len({tuple(each) for each in ends.values()}) > 1:
+            return f"messages {way} of {case}: {ends}"
+    return "" if found[0] or case.cuboid.ranks == 1 else f"no launches of {case}"
 
 
 def differences(world: World, cases: Sequence[Case]) -> list[str]:

@@ -8,6 +8,7 @@ from textwrap import dedent
 from typing import Any, NamedTuple
 
 OP, RUNNER, WEIGHTS, SCHEDULE = (f"cuboid.step.{name}" for name in ("op", "runner", "weights", "schedule"))
+PLAY, POST = "cuboid.step.play", "cuboid.step.post"
 PRODUCT, EMBEDDING, HEAD, LOSS, NORM, ATTEND, ATTENTION = (
     f"cuboid.layers.{name}" for name in ("product", "embedding", "head", "loss", "norm", "attend", "attention")
 )
@@ -164,9 +165,17 @@ MUTANTS = [
         "self._launch(i + 2 * self.step)",
     ),
     Mutant("no prefetch", RUNNER, "_Shelf.take", "self.ahead and len", "False and len"),
-    Mutant("losses summed, not averaged", RUNNER, "Runner.play", "scale / len(batches)", "scale"),
-    Mutant("weight gradients never made", RUNNER, "Runner.play", "settle(left.pop(i), sums, clock)", "[]"),
-    Mutant("one micro-batch counted", RUNNER, "Runner.sums", "passes * uses", "uses"),
+    Mutant("losses summed, not averaged", PLAY, "Player.play", "scale / len(batches)", "scale"),
+    Mutant(
+        "weight gradients never made",
+        PLAY,
+        "Player.play",
+        "settle(left.pop((i, stage)), sums, clock)",
+        "left.pop((i, stage))",
+    ),
+    Mutant("one micro-batch counted", PLAY, "Player.play", "len(batches) * uses", "uses"),
+    Mutant("shared gradients not summed", POST, "exchange", "return x + theirs if first else theirs + x", "return x"),
+    Mutant("another sub-batch received", PLAY, "Player._forward", "else post.take(move)", "else post.take(move)[::-1]"),
     Mutant(
         "early gradients used twice",
         RUNNER,

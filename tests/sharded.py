@@ -16,13 +16,15 @@ from torch import Tensor
 from cuboid.baselines.serial import Serial
 from cuboid.baselines.two_d import TwoD
 from cuboid.layers.loss import Loss
+from cuboid.layers.randomness import key_of
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Spec
+from cuboid.mesh.layout import Spec, shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
-from cuboid.model.nn import Model, declared, evaluating
+from cuboid.model.module import declared
+from cuboid.model.nn import Model, evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.run.launch import World
@@ -84,10 +86,13 @@ def compare(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel]
         "norm": abs(mine.norm / reference.norm - 1),
         "logits": relative(join_logits(ranks, case), reference.logits),
     }
-    for name, spec in mine.specs.items():
-        initial = spec.join([rank.initial[name] for rank in ranks], case.cuboid)
+    specs = {name: spec for rank in ranks for name, spec in rank.specs.items()}
+    assert specs.keys() == reference.specs.keys()
+    for name, spec in specs.items():
+        absent = torch.empty((0,) * len(spec.shape), dtype=torch.float64)  # where a rank's stages do not have it
+        initial = spec.join([rank.initial.get(name, absent) for rank in ranks], case.cuboid)
         assert torch.equal(initial, reference.initial[name]), f"{name} begins with other values"
-        gradient = spec.join([rank.gradients[name] for rank in ranks], case.cuboid)
+        gradient = spec.join([rank.gradients.get(name, absent) for rank in ranks], case.cuboid)
         # some gradients are zero in exact arithmetic, such as that of a key's bias: what is left is rounding
         errors[name] = relative(gradient, reference.gradients[name], least=1e-3 * reference.norm)
     return errors
@@ -117,7 +122,7 @@ def compare_own_loss(world: World, case: Case, parallel: Callable[[Case, Mesh], 
     errors = {"loss": abs(mine / wanted - 1)}
     for name, parameter, d in declared(sharded):
         gradient = d.spec.take(whole.get_parameter(name).grad, mesh.cuboid, mesh.coordinates)
-        errors[name] = relative(parameter.grad, gradient, least)
+        errors[name] = relative(shard_of(parameter.grad), gradient, least)
     return errors
 
 
@@ -126,7 +131,7 @@ Batches = Sequence[tuple[Tensor, At]]
 
 def played(model: Model, batches: Batches) -> Tensor:
     """The mean loss, after its backward: as autograd has it or, of micro-batches, as the schedule orders them."""
-    if len(batches) > 1:
+    if len(batches) > 1 or model.parallel.mesh.pipe.size > 1:
         return torch.stack(model.play(batches)).mean()
     return plainly(model, batches)
 
@@ -144,10 +149,11 @@ def plainly(model: Model, batches: Batches) -> Tensor:
 @torch.no_grad()
 def move_parameters(model: Model, seed: int) -> None:
     """Away from zero and one, the same on every cuboid."""
-    mesh, generator = model.parallel.mesh, torch.Generator().manual_seed(seed)
-    for _, parameter, d in declared(model):
+    mesh = model.parallel.mesh
+    for name, parameter, d in declared(model):
+        generator = torch.Generator().manual_seed(key_of(seed, name))
         noise = 0.2 * torch.randn(d.spec.shape, generator=generator, dtype=torch.float64)
-        parameter += d.spec.take(noise, mesh.cuboid, mesh.coordinates).to(parameter.dtype)
+        shard_of(parameter).add_(d.spec.take(noise, mesh.cuboid, mesh.coordinates))
 
 
 def step(parallel: Parallel, case: Case, run: Callable[[Model, Batches], Tensor] = played) -> Outcome:
@@ -156,7 +162,7 @@ def step(parallel: Parallel, case: Case, run: Callable[[Model, Batches], Tensor]
     model = Transformer(parallel, case.seed, torch.float64, case.recompute)
     parameters = {name: parameter for name, parameter, _ in declared(model)}
     specs = {name: declaration.spec for name, _, declaration in declared(model)}
-    initial = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    initial = {name: shard_of(parameter).clone() for name, parameter in parameters.items()}
     move_parameters(model, case.seed)
     place = parallel.place(case.batch, case.seq)
     batches = []
@@ -164,7 +170,7 @@ def step(parallel: Parallel, case: Case, run: Callable[[Model, Batches], Tensor]
         at = At(place, place.take(targets, loss.ignore_index), loss, case.dropout)
         batches.append((place.take(tokens, 0), at))
     value = run(model, batches)
-    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    gradients = {name: shard_of(p.grad) for name, p in parameters.items() if p.grad is not None}
     norm = model.gradient_norm().item()
     with evaluating(model):
         logits = model.logits(batches[0][0], place)
@@ -206,7 +212,7 @@ def against(model: Model, reference: Model) -> float:
         assert (wanted is None) == (found is None), f"{name} has a gradient on one of the two alone"
         if wanted is not None and found is not None:
             mine = d.spec.take(wanted, mesh.cuboid, mesh.coordinates)
-            errors.append(relative(found, mine, least=1e-3 * norm))
+            errors.append(relative(shard_of(found), mine, least=1e-3 * norm))
     return torch.tensor(errors, dtype=torch.float64).max().item()  # what is not a number is the largest
 
 

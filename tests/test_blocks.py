@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from cuboid import Cuboid, CuboidParallel, Mesh, Pool, Serial, World
-from cuboid.model.nn import declared
+from cuboid.mesh.layout import shard_of, whole_of
+from cuboid.model.module import declared
 from cuboid.model.parallel import Parallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -36,7 +37,7 @@ def step(parallel: Parallel, samples: int, seq: int) -> tuple[encoder.Encoder, T
     with torch.no_grad():
         for _, parameter, d in declared(model):
             noise = 0.2 * torch.randn(d.spec.shape, generator=generator, dtype=torch.float64)
-            parameter += d.spec.take(noise, parallel.mesh.cuboid, parallel.mesh.coordinates)
+            shard_of(parameter).add_(d.spec.take(noise, parallel.mesh.cuboid, parallel.mesh.coordinates))
     tokens, targets = batch(samples, seq)
     loss = model(place.take(tokens, 0), place.take(targets, -100), place)
     loss.backward()
@@ -47,7 +48,7 @@ def gradients(world: World, cuboid: Cuboid, samples: int, seq: int) -> dict[str,
     """Errors against the encoder on one device, on rank 0."""
     mesh = Mesh(cuboid, world.rank)
     model, loss = step(CuboidParallel(encoder.CONFIG, mesh), samples, seq)
-    mine = {name: parameter.grad for name, parameter, _ in declared(model)}
+    mine = {name: shard_of(parameter.grad) for name, parameter, _ in declared(model)}
     norm = model.gradient_norm().item()
     mesh.close()
     ranks: list[Any] = [None] * world.size
@@ -115,48 +116,43 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def trained(parallel: Parallel, optimizer: str, whole: bool) -> tuple[dict[str, Tensor], list[float]]:
+def trained(parallel: Parallel, optimizer: str) -> tuple[dict[str, Tensor], list[float]]:
     """Whole parameters after two clipped steps, and the gradient's norms."""
     model, place = encoder.Encoder(parallel, dtype=torch.float64), parallel.place(4, 8)
-    parameters = dict(model.named_parameters()) if whole else model.dtensors()
-    rule, norms = OPTIMIZERS[optimizer](list(parameters.values())), []
+    rule, norms = OPTIMIZERS[optimizer](model.parameters()), []
     tokens, targets = batch(4, 8)
     for _ in range(2):
         for _ in range(2):  # gradients of two batches add up
             (model(place.take(tokens, 0), place.take(targets, -100), place) / 2).backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), 0.5)
-        norms.append(norm.item() if whole else norm.full_tensor().item())
+        norms.append(whole_of(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)).item())
         rule.step()
         rule.zero_grad()
-    if whole:
-        return {name: parameter.detach() for name, parameter in parameters.items()}, norms
-    return {name: tensor.full_tensor() for name, tensor in model.state().items()}, norms
+    return {name: whole_of(parameter) for name, parameter in model.named_parameters()}, norms
 
 
 def optimised(world: World, cuboid: Cuboid, optimizer: str) -> float:
     mesh = Mesh(cuboid, world.rank)
-    found, norms = trained(CuboidParallel(SMALL, mesh), optimizer, whole=False)
+    found, norms = trained(CuboidParallel(SMALL, mesh), optimizer)
     mesh.close()
-    wanted, reference = trained(Serial(SMALL), optimizer, whole=True)
+    wanted, reference = trained(Serial(SMALL), optimizer)
     assert found.keys() == wanted.keys()
     errors = [relative(found[name], wanted[name], 1e-3) for name in wanted]
     return max(*errors, *(abs(a / b - 1) for a, b in zip(norms, reference, strict=True)))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_model_dtensors_train_as_serial_with_torch_optimizers(optimizer: str) -> None:
-    with Pool(4) as pool:  # new ranks: DTensor remembers meshes, closed ones too
-        assert max(pool.run(optimised, Cuboid(2, 1, 2), optimizer)) <= 1e-7
+def test_model_parameters_train_as_serial_with_torch_optimizers(optimizer: str, pool: Pools) -> None:
+    assert max(pool(4).run(optimised, Cuboid(2, 1, 2), optimizer)) <= 1e-7
 
 
 def kept(world: World, cuboid: Cuboid, folder: Path, seed: int, save: bool) -> dict[str, Tensor]:
     mesh = Mesh(cuboid, world.rank)
     model = encoder.Encoder(CuboidParallel(encoder.CONFIG, mesh), seed)
     if save:
-        dcp.save(model.state(), checkpoint_id=folder)
+        dcp.save(model.state_dict(), checkpoint_id=folder)
     else:
-        dcp.load(model.state(), checkpoint_id=folder)
-    found = {name: tensor.full_tensor() for name, tensor in model.state().items()}
+        dcp.load(model.state_dict(), checkpoint_id=folder)
+    found = {name: whole_of(tensor) for name, tensor in model.state_dict().items()}
     mesh.close()
     return found
 
@@ -184,9 +180,9 @@ def over(world: World, sizes: tuple[int, ...], names: tuple[str, ...]) -> tuple[
 
 def test_mesh_over_accepts_torch_device_mesh(pool: Pools) -> None:
     (name, loss), *_ = pool(8).run(over, (2, 4), ("z", "x"))
-    assert name == "(4,1,2) data,y,z,x"
+    assert name == "(4,1,2) pipe,data,y,z,x"
     (name, same), *_ = pool(8).run(over, (2, 2, 1, 2), ("data", "y", "x", "z"))
-    assert name == "(1,2,2) × data=2 data,y,x,z"
+    assert name == "(1,2,2) × data=2 pipe,data,y,x,z"
     assert loss == pytest.approx(same, rel=1e-12)
     assert "dims named ('x', 'tp')" in pool(8).run(over, (4, 2), ("x", "tp"))[0]
 

@@ -10,8 +10,9 @@ import pytest
 from torch import Tensor
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
-from cuboid.model import nn
+from cuboid.model import module
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
@@ -38,7 +39,7 @@ def peak_of_build(world: World) -> tuple[int, int]:
     model = Transformer(CuboidParallel(BIG, mesh))
     peak = status("VmHWM") - before
     mesh.close()
-    return peak, sum(parameter.nbytes for parameter in model.parameters())
+    return peak, sum(shard_of(parameter).nbytes for parameter in model.parameters())
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's memory counters")
@@ -54,14 +55,14 @@ def test_transformer_build_memory_is_bounded_by_shards() -> None:
 @contextmanager
 def counting() -> Iterator[list[int]]:
     """The values drawn."""
-    drawn, normal = [], nn.normal
+    drawn, normal = [], module.normal
 
     def counted(*args: Any) -> Tensor:
         values = normal(*args)
         drawn.append(values.numel())
         return values
 
-    with patch.object(nn, "normal", counted):
+    with patch.object(module, "normal", counted):
         yield drawn
 
 
@@ -70,7 +71,7 @@ def drawn_in_build(world: World) -> tuple[int, int]:
     with counting() as drawn:
         model = Transformer(CuboidParallel(SMALL, mesh))
     mesh.close()
-    return sum(drawn), sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    return sum(drawn), sum(shard_of(p).numel() for p in model.parameters() if p.dim() == 2)
 
 
 def test_transformer_build_draws_only_own_shards(pool: Callable[[int], Pool]) -> None:

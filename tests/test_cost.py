@@ -9,6 +9,7 @@ from silent import ends, silently
 
 from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import Cuboid, factorisations
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
@@ -95,7 +96,7 @@ def counted(world: World, case: Case) -> tuple[list[Any], list[Any]]:
     mesh.ledger.reset()
     with count_flops() as flops:
         model(*batch, dropout=case.seed).backward()
-    sizes = [sum(p.nbytes for p in model.parameters() if (p.dim() > 1) == matrix) for matrix in (True, False)]
+    sizes = [sum(shard_of(p).nbytes for p in model.parameters() if (p.dim() > 1) == matrix) for matrix in (True, False)]
     cost = case.cost(world.rank)
     found = [mesh.ledger.counts(), *sizes, flops.get_total_flops(), held]
     return found, [cost.counts(), cost.matrices, cost.vectors, cost.flops, cost.saved]

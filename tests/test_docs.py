@@ -85,7 +85,9 @@ RUN = {"toml": run_toml, "python": run_python, "bash": run_bash}
     [
         "quickstart.md",
         "your-own-model.md",
+        "training-loop.md",
         "checkpoints.md",
+        "pipeline.md",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("cluster.md", "emulation.md")),
     ],
 )

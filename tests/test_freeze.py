@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tiny import Cuboid, curve, furthest, on, ranks_of, sets, settings, tiny, write_text
 from torch import Tensor
 
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.run.launch import Pool, World
 from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer

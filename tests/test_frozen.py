@@ -12,11 +12,12 @@ from torch import Tensor
 
 from cuboid.baselines.serial import Serial
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.freeze import parameter_names
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import Pool, World
 from cuboid.step.op import chain
@@ -37,18 +38,19 @@ def copied(world: World, shape: Cuboid) -> dict[str, bool]:
     for name, trained, other in (("original", first, second), ("copy", second, first)):
         (batch,) = batches_on(trained.parallel, 1)
         mine, before = loss_of(trained, batch).item(), loss_of(other, batch).item()
-        weights = [parameter.detach().clone() for parameter in other.parameters()]
+        weights = [shard_of(parameter).clone() for parameter in other.parameters()]
         rule = torch.optim.SGD(trained.parameters(), lr=0.1)
         loss_of(trained, batch).backward()
         found[f"{name}: its own gradient"] = name == "copy" or against(trained, wanted) <= EXACT
         rule.step()
         found[f"{name}: learns"] = loss_of(trained, batch).item() < mine
         found[f"{name}: the other has no gradient"] = all(p.grad is None for p in other.parameters())
-        found[f"{name}: the other's weights stay"] = all(map(torch.equal, weights, other.parameters()))
+        found[f"{name}: the other's weights stay"] = all(map(torch.equal, weights, map(shard_of, other.parameters())))
         found[f"{name}: the other's loss stays"] = loss_of(other, batch).item() == before
         rule.zero_grad()
     equal = [
-        relative(a.detach(), b.detach()) <= EXACT for a, b in zip(first.parameters(), second.parameters(), strict=True)
+        relative(shard_of(a), shard_of(b)) <= EXACT
+        for a, b in zip(first.parameters(), second.parameters(), strict=True)
     ]
     found["both took the same step"] = all(equal)
     mesh.close()
@@ -150,9 +152,9 @@ def test_freeze_takes_patterns_and_modules_alike() -> None:
 
 
 class FrozenFirst(Transformer):
-    def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> None:
+    def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32, wraps: bool = False) -> None:
         self.freeze("embed")
-        super().finish(seed, dtype)
+        super().finish(seed, dtype, wraps)
 
 
 def test_freeze_before_the_model_is_finished_lasts() -> None:
@@ -209,7 +211,7 @@ def steps_below(world: World) -> list[int]:
         model.freeze(frozen)
         seen = list[int]()
         losses = [loss_of(model, batch) for batch in batches_on(model.parallel)]
-        model.runner.between = seen.append
+        model.player.runners[0].between = seen.append
         sum(losses).backward()  # type: ignore[union-attr]
         mesh.close()
         found.append(min(seen))

@@ -12,7 +12,8 @@ from tiny import on, ranks_of, tiny, write_text
 from torch import Tensor
 
 from cuboid.layers import product
-from cuboid.model.nn import declared
+from cuboid.mesh.layout import shard_of
+from cuboid.model.module import declared
 from cuboid.run.launch import Pool, World
 from cuboid.train import checkpoint
 from cuboid.train.agree import Corrupted, check
@@ -200,9 +201,9 @@ def flip(trainer: Trainer, where: str) -> None:
         product.mm = mm
     for name, parameter, _ in declared(trainer.model):
         if where == name:
-            flip_bit(parameter.detach())
+            flip_bit(shard_of(parameter))
         elif where.endswith(f" of {name}"):
-            flip_bit(trainer.optimizer.state[parameter][where.split()[0]])
+            flip_bit(shard_of(trainer.optimizer.state[parameter][where.split()[0]]))
 
 
 def flip_bit(x: Tensor) -> None:

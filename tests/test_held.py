@@ -8,6 +8,7 @@ import torch
 from silent import silently
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import COMPUTE, CuboidParallel, Policy
@@ -71,7 +72,7 @@ def held(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> tuple[int,
         model.zero_grad()
         if work.micro_batches > 1:
             model.play([(ids, At(place, ids))] * work.micro_batches)
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    trained = sum(shard_of(p).nbytes for p in model.parameters() if p.requires_grad)
     return saved, memory.peak + 2 * trained
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from cuboid import Cuboid, Mesh, from_pretrained, save_pretrained
 from cuboid.mesh.cuboid import AXES
+from cuboid.mesh.layout import shard_of
 from cuboid.model.generate import Sampling, generate
 from cuboid.model.hf import architecture
 from cuboid.model.hf.folder import FILE, INDEX
 from cuboid.model.hf.save import parts_of
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.presets import PRESETS
 from cuboid.run.launch import Pool, World
 
@@ -52,7 +53,7 @@ def step(world: World, folder: Path, cuboid: Cuboid, tokens: Tensor) -> dict[str
     loss.backward()
     with torch.no_grad():
         logits = model.logits(place.take(tokens, 0), place)
-    mine = {name: parameter.grad for name, parameter, _ in declared(model)}
+    mine = {name: shard_of(parameter.grad) for name, parameter, _ in declared(model)}
     mesh.close()
     ranks: list[Any] = [None] * world.size
     dist.gather_object((mine, logits, tuple(place.logits)), ranks if world.rank == 0 else None)

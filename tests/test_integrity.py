@@ -18,6 +18,7 @@ from tiny import on, said_to_resuming, tiny, write_text
 from torch import Tensor
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.hf.folder import Stored
 from cuboid.run.launch import Pool, RankError, RunError, World, launch
@@ -155,7 +156,7 @@ def resumed(world: World, config: TrainConfig, good: Path, runs: list[Path]) -> 
         try:
             trainer.resume(run)
         except ValueError:
-            found.append(-1 if all(p.isnan().all() for p in trainer.model.parameters()) else -2)
+            found.append(-1 if all(shard_of(p).isnan().all() for p in trainer.model.parameters()) else -2)
             continue
         same = all(torch.equal(a, b) for a, b in zip(local(trainer), wanted[trainer.done], strict=True))
         found.append(trainer.done if same else -2)

@@ -14,15 +14,15 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.run.launch import Pool, World
 
 sizes = st.integers(1, 3)
-cuboids = st.builds(Cuboid, sizes, sizes, sizes, sizes, st.permutations(AXES).map(tuple))
+cuboids = st.builds(Cuboid, sizes, sizes, sizes, sizes, st.permutations(AXES).map(tuple), pipe=st.just(3))
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> Spec:
     shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
-    axes = draw(st.permutations(AXES))
+    axes, pipe = draw(st.permutations(AXES[1:])), draw(st.sampled_from(((0,), (1,), (0, 2))))
     ends = sorted(draw(st.lists(st.integers(0, len(axes)), min_size=len(shape) + 1, max_size=len(shape) + 1)))
-    return Spec(shape, tuple(tuple(axes[a:b]) for a, b in pairwise(ends)))
+    return Spec(shape, tuple(tuple(axes[a:b]) for a, b in pairwise(ends)), pipe=pipe)
 
 
 def arange(shape: tuple[int, ...]) -> torch.Tensor:
@@ -44,13 +44,15 @@ def test_spec_join_inverts_take(spec: Spec, cuboid: Cuboid) -> None:
     for rank, piece in enumerate(pieces):
         assert tuple(piece.shape) == spec.local_shape(cuboid, cuboid.coordinates(rank))
     assert sum(piece.numel() for piece in pieces) == whole.numel() * spec.copies(cuboid)
+    for holders in spec.holders(cuboid):
+        assert len({spec.ranges(cuboid, cuboid.coordinates(rank)) for rank in holders}) == 1
 
 
 @given(specs(), cuboids)
 def test_spec_gathered_range_is_union_of_shards(spec: Spec, cuboid: Cuboid) -> None:
     """What a rank has once x no longer cuts is what the ranks along x have between them."""
     assume(all("x" not in axes[:-1] for axes in spec.cuts))  # only the last cut of a dim can be undone alone
-    mine, whole = cuboid.coordinates(cuboid.ranks - 1), arange(spec.shape)
+    mine, whole = cuboid.coordinates(int(spec.holders(cuboid)[-1, -1])), arange(spec.shape)
     ranges = spec.ranges(cuboid, mine, gathered=("x",))
     along = {float(v) for x in range(cuboid.x) for v in spec.take(whole, cuboid, {**mine, "x": x}).flatten()}
     assert along == {float(v) for v in whole[tuple(slice(*r) for r in ranges)].flatten()}
@@ -59,7 +61,7 @@ def test_spec_gathered_range_is_union_of_shards(spec: Spec, cuboid: Cuboid) -> N
 def test_spec_nested_split_follows_dtensor_rule() -> None:
     """10 rows cut by y=2, then each block of 5 by x=3: DTensor's rule."""
     spec, cuboid = Spec((10,), (("y", "x"),)), Cuboid(3, 2, 1)
-    found = [spec.ranges(cuboid, {"data": 0, "x": x, "y": y, "z": 0})[0] for y in range(2) for x in range(3)]
+    found = [spec.ranges(cuboid, {"pipe": 0, "data": 0, "x": x, "y": y, "z": 0})[0] for y in range(2) for x in range(3)]
     assert found == [(0, 2), (2, 4), (4, 5), (5, 7), (7, 9), (9, 10)]
 
 

@@ -14,7 +14,7 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.run.launch import Pool, World
 
 sizes = st.integers(1, 5)
-cuboids = st.builds(Cuboid, sizes, sizes, sizes, sizes, st.permutations(AXES).map(tuple))
+cuboids = st.builds(Cuboid, sizes, sizes, sizes, sizes, st.permutations(AXES).map(tuple), pipe=st.integers(1, 3))
 
 
 @given(cuboids)
@@ -35,8 +35,9 @@ def test_cuboid_array_has_every_rank_at_its_coordinates(cuboid: Cuboid, axes: tu
 
 def test_cuboid_last_axis_of_order_has_adjacent_ranks() -> None:
     cuboid = Cuboid(2, 3, 2, 2, order=("z", "y", "data", "x"))
-    assert cuboid.coordinates(1) == {"data": 0, "x": 1, "y": 0, "z": 0}
-    assert cuboid.coordinates(2) == {"data": 1, "x": 0, "y": 0, "z": 0}
+    assert cuboid.order == ("pipe", "z", "y", "data", "x")  # as orders were written before there was a pipe
+    assert cuboid.coordinates(1) == {"pipe": 0, "data": 0, "x": 1, "y": 0, "z": 0}
+    assert cuboid.coordinates(2) == {"pipe": 0, "data": 1, "x": 0, "y": 0, "z": 0}
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 3), (4, 6), (6, 9), (8, 10), (12, 18), (64, 28)])
@@ -51,6 +52,8 @@ def test_cuboid_counts_ranks_and_formats_as_text() -> None:
     assert (cuboid.block, cuboid.ranks) == (24, 120)
     assert str(cuboid) == "(2,3,4) × data=5"
     assert str(Cuboid(2, 3, 4)) == "(2,3,4)"
+    assert str(Cuboid(2, 3, 4, pipe=2)) == "(2,3,4) × pipe=2"
+    assert Cuboid(2, 3, 4, data=5, pipe=2).ranks == 240
 
 
 @pytest.mark.parametrize("text", ["2,3,4", " 2, 3 ,4", "2x3x4", "2×3×4"])
@@ -60,6 +63,7 @@ def test_cuboid_parse_accepts_commas_and_crosses(text: str) -> None:
 
 def test_cuboid_parse_reads_data_and_order() -> None:
     assert Cuboid.parse("2,1,1", 3, "z, y, x, data") == Cuboid(2, 1, 1, 3, ("z", "y", "x", "data"))
+    assert Cuboid.parse("2,1,1", pipe=3) == Cuboid(2, pipe=3)
 
 
 def groups(world: World, cuboid: Cuboid) -> dict[str, tuple[int, int, list[int]]]:

@@ -20,6 +20,7 @@ import test_cost
 import test_frozen
 import test_op
 import test_own_model
+import test_pipeline
 import test_precision
 import test_property
 import test_reference
@@ -96,6 +97,8 @@ CHECKS: dict[str, Check] = {
         f"orders on {shape}": partial(test_step.test_model_play_gives_same_gradients_in_any_order, shape, setting)
         for shape, setting in zip(test_step.MIXED, test_step.SETTINGS, strict=True)
     },
+    "a pipeline": partial(test_pipeline.test_pipeline_step_matches_one_device, test_pipeline.FEW[0]),
+    "a pipeline of sub-batches": partial(test_pipeline.test_pipeline_step_matches_one_device, test_pipeline.FEW[3]),
     "own model": lambda pools: test_own_model.test_own_model_matches_serial(
         Cuboid(1, 2, 2), Schedule(parts=2), True, ""
     ),

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from cuboid.baselines.serial import Serial
 from cuboid.bench.count import wire_bytes
-from cuboid.bench.native import Native, local
+from cuboid.bench.native import Native
 from cuboid.comm.ledger import Ledger
+from cuboid.mesh.layout import shard_of
 from cuboid.model.config import ModelConfig
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
 from cuboid.plan.cost.native import native_cost
 from cuboid.plan.measure import count_flops
@@ -85,7 +86,7 @@ def compare(world: World, case: Case) -> Outcome:
     added = noise(initial)
     with torch.no_grad():
         for name, parameter in native.model.named_parameters():
-            local(parameter).add_(native.specs[name].take(added[name], native.cuboid, native.coordinates))
+            shard_of(parameter).add_(native.specs[name].take(added[name], native.cuboid, native.coordinates))
     optimizer = torch.optim.AdamW(native.parameters(), lr=0.01, fused=True)
     first = native.loss(tokens, targets)
     first.backward()
@@ -95,7 +96,7 @@ def compare(world: World, case: Case) -> Outcome:
         second = native.loss(tokens, targets)
         second.backward()
     gradients = native.gradients()
-    held = sum(local(parameter).nbytes for parameter in native.parameters())
+    held = sum(shard_of(parameter).nbytes for parameter in native.parameters())
     native.close()
     cost = native_cost(case.config, case.fsdp, case.tp, BATCH, SEQ, world.rank, case.ideal, case.reshard, size=8)
     outcome = Outcome(ledger.counts(), cost.counts(), (held, cost.parameters), flops.get_total_flops(), {})
@@ -133,7 +134,7 @@ def against_serial(
     least = 1e-3 * model.gradient_norm().item()
     for name, parameter in parameters.items():
         assert parameter.grad is not None
-        errors[name] = relative(gradients[name], parameter.grad, least)
+        errors[name] = relative(gradients[name], shard_of(parameter.grad), least)
     return outcome._replace(errors=errors, serial_flops=flops.get_total_flops())
 
 

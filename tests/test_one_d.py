@@ -12,10 +12,11 @@ from cuboid.baselines.one_d import OneD
 from cuboid.baselines.serial import Serial
 from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.generate import Sampling, generate
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Transformer
 from cuboid.plan.cost.one_d import one_d_cost
@@ -97,8 +98,8 @@ def counted(world: World, case: Case, sequence: bool) -> tuple[Counts, Counts]:
     with count_flops() as flops:
         model = step(OneD(case.config, mesh, sequence, torch.bfloat16, FEW_LOGITS), case, torch.float64)
     mesh.close()
-    matrices = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() > 1)
-    vectors = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() == 1)
+    matrices = sum(shard_of(parameter).nbytes for parameter in model.parameters() if parameter.dim() > 1)
+    vectors = sum(shard_of(parameter).nbytes for parameter in model.parameters() if parameter.dim() == 1)
     found = Counts(mesh.ledger.counts(), flops.get_total_flops(), matrices, vectors)
     sizes = case.batch, case.seq, sequence, 8, 2, case.recompute, FEW_LOGITS
     cost = one_d_cost(case.config, case.cuboid, mesh.coordinates, *sizes)
@@ -140,7 +141,7 @@ def rounding(world: World, case: Case, sequence: bool) -> dict[str, float]:
         gradient, wanted = parameter.grad, whole.get_parameter(name).grad
         assert gradient is not None
         assert wanted is not None
-        errors[name] = relative(gradient, spec.take(wanted, mesh.cuboid, mesh.coordinates), least=norm)
+        errors[name] = relative(shard_of(gradient), spec.take(wanted, mesh.cuboid, mesh.coordinates), least=norm)
     return errors
 
 

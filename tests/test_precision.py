@@ -12,11 +12,11 @@ from cuboid.baselines.serial import Serial
 from cuboid.comm.collectives import reduce_scatter
 from cuboid.layers.product import weight_gradient
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Spec
+from cuboid.mesh.layout import Spec, shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import Pool, World
@@ -58,7 +58,7 @@ def matrix_errors(world: World, shape: Cuboid, dtype: torch.dtype) -> list[float
             assert parameter.grad is not None
             assert reference is not None
             if name.startswith("blocks.") and parameter.dim() == 2:
-                pairs.append((parameter.grad, d.spec.take(reference, shape, mesh.coordinates)))
+                pairs.append((shard_of(parameter.grad), d.spec.take(reference, shape, mesh.coordinates)))
         ours, theirs = (torch.cat([each.double().reshape(-1) for each in some]) for some in zip(*pairs, strict=True))
         found.append(relative(ours, theirs))
     mesh.close()
@@ -146,6 +146,7 @@ def heads_of_frequent_word(world: World, shape: Cuboid | None, tied: bool) -> li
         if mesh is not None:
             spec = {each: d.spec for each, _, d in declared(model)}[name]
             reference = spec.take(reference, mesh.cuboid, mesh.coordinates)
+        gradient = shard_of(gradient)
         found.append(Head(bool(gradient.isfinite().all()), relative(gradient, reference)))
     if mesh is not None:
         mesh.close()

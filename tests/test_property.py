@@ -17,23 +17,24 @@ from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.cuboid import Policy
 from cuboid.run.launch import Pool
-from cuboid.step.schedule import Schedule
+from cuboid.step.schedule import PIPELINES, Schedule
 
 
 @st.composite
 def cuboids(draw: st.DrawFn, most: int) -> Cuboid:
     ranks = draw(st.integers(1, most))
     data = draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
-    grid = draw(st.sampled_from(list(factorisations(ranks // data))))
-    return Cuboid(grid.x, grid.y, grid.z, data, draw(st.permutations(AXES).map(tuple)))
+    pipe = draw(st.sampled_from([n for n in (1, 2, 3) if ranks // data % n == 0]))
+    grid = draw(st.sampled_from(list(factorisations(ranks // data // pipe))))
+    return Cuboid(grid.x, grid.y, grid.z, data, draw(st.permutations(AXES).map(tuple)), pipe=pipe)
 
 
 @st.composite
-def configs(draw: st.DrawFn, cuboid: Cuboid, seq: int) -> ModelConfig:
+def configs(draw: st.DrawFn, cuboid: Cuboid, seq: int, stages: int) -> ModelConfig:
     heads = cuboid.y * cuboid.z * draw(st.integers(1, 3))
     return ModelConfig(
         family=draw(st.sampled_from(("gpt2", "llama"))),
-        layers=draw(st.integers(1, 2)),
+        layers=stages - 1 + draw(st.integers(1, 2)),
         hidden=cuboid.z * draw(st.integers(2, 7)),
         heads=heads,
         kv_heads=draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0])),
@@ -54,9 +55,14 @@ def configs(draw: st.DrawFn, cuboid: Cuboid, seq: int) -> ModelConfig:
 def cases(draw: st.DrawFn, most: int) -> Case:
     """Of at most so many ranks."""
     cuboid, seq = draw(cuboids(most)), draw(st.integers(1, 9))
+    pipeline, stages, micro_batches = draw(st.sampled_from(PIPELINES)), 1, draw(st.integers(1, 3))
+    if cuboid.pipe > 1 and pipeline != "1f1b":
+        stages = 2 if pipeline == "interleaved" else draw(st.integers(1, 2))
+    elif cuboid.pipe == 1:
+        pipeline = "1f1b"
     keep = st.sampled_from(("regather", "retain"))
     return Case(
-        draw(configs(cuboid, seq)),
+        draw(configs(cuboid, seq, cuboid.pipe * stages)),
         cuboid,
         batch=cuboid.data * draw(st.integers(1, 6)),
         seq=seq,
@@ -70,8 +76,10 @@ def cases(draw: st.DrawFn, most: int) -> Case:
             parts=draw(st.integers(1, 4)),
             chunks=draw(st.integers(1, 3)),
             beside=draw(st.booleans()),
+            pipeline=pipeline,
+            stages=stages,
         ),
-        micro_batches=draw(st.integers(1, 3)),
+        micro_batches=micro_batches,
     )
 
 

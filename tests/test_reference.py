@@ -13,7 +13,7 @@ from cuboid.baselines.serial import Serial
 from cuboid.bench.native_model import NativeTransformer
 from cuboid.layers.loss import Loss
 from cuboid.model.config import ModelConfig
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.run.launch import Pool, World
 from cuboid.step.runner import At

@@ -21,6 +21,7 @@ from cuboid.comm.flight import Flight, Pause, Steps
 from cuboid.layers import product
 from cuboid.layers.product import Out, Side
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, suitable_schedule
@@ -49,7 +50,7 @@ def stepped(world: World, shape: Cuboid, schedule: Schedule, overlap: bool = Tru
     model(*(place.take(whole, 0) for whole in batch()), place, dropout=3).backward()
     spans = mesh.ledger.spans
     mesh.close()
-    return [p.grad for p in model.parameters() if p.grad is not None], spans
+    return [shard_of(p.grad) for p in model.parameters() if p.grad is not None], spans
 
 
 @pytest.mark.parametrize("shape", [Cuboid(2, 2, 2), pytest.param(Cuboid(2, 3, 2), marks=pytest.mark.slow)], ids=str)
@@ -147,7 +148,7 @@ def gradients_by_move(world: World) -> list[tuple[str, int]]:
     model = Transformer(CuboidParallel(MODEL.replace(layers=2, dropout=0.0), Mesh(Cuboid(), alone=True)))
     place = model.parallel.place(8, 12)
     tokens, targets = (place.take(whole, 0) for whole in batch())
-    model.runner.told = lambda moves: made.update({"+".join(f"{kind}{i}" for kind, i in moves): 0})
+    model.player.told = lambda moves: made.update({"+".join(map(str, moves)): 0})
     with patch.object(product, "weight_gradient", gradient):
         model.play([(tokens, At(place, targets))] * 2, parse("F0 F1+B0 W0 B1 W1"))
     return list(made.items())
@@ -209,13 +210,20 @@ def test_clock_paces_a_link_by_the_forward() -> None:
     assert clock.lands(first) == clock.now
 
 
+def test_clock_runs_where_the_forward_sends_nothing() -> None:
+    clock = Clock()
+    clock.compute(20)
+    clock.forward = False
+    assert clock.lands(clock.launch(4, "x")) == clock.now + 4
+
+
 def launched_beside(world: World, beside: bool) -> list[tuple[str, str, str]]:
     """The moves that are under way at each launch of a step of two micro-batches, its axis and kind."""
     mesh = Mesh(Cuboid(2, 2, 1), world.rank)
     model = Transformer(CuboidParallel(MODEL.replace(layers=1), mesh, schedule=Schedule(beside=beside)), seed=2)
     place, now, found = model.parallel.place(8, 12), [""], list[tuple[str, str, str]]()
     tokens, targets = (place.take(whole, 0) for whole in batch())
-    model.runner.told = lambda moves: now.append("+".join(f"{kind}{i}" for kind, i in moves))
+    model.player.told = lambda moves: now.append("+".join(map(str, moves)))
     launched = mesh.ledger.launched
 
     def launch(axis: str, kind: str, size: int) -> Any:

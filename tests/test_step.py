@@ -90,24 +90,6 @@ def test_model_backward_of_micro_batches_equals_whole_batch(
         assert {way: error for way, error in errors.items() if not error <= EXACT} == {}
 
 
-def dtensor_error(world: World, shape: Cuboid) -> float:
-    """Of the gradients that backwards leave on DTensors."""
-    mesh, wanted = Mesh(shape, world.rank), reference(GPT2)
-    model = model_on(CuboidParallel(GPT2, mesh))
-    handed = model.dtensors()
-    all_forwards_first(model, batches_on(model.parallel))
-    for name, parameter in handed.items():
-        assert model.get_parameter(name).grad is None
-        assert parameter.grad is not None
-        model.get_parameter(name).grad = parameter.grad.to_local()
-    return against(model, wanted)
-
-
-def test_model_dtensors_add_up_gradients_of_micro_batches() -> None:
-    with Pool(4) as pool:  # new ranks: DTensor remembers meshes, closed ones too
-        assert max(pool.run(dtensor_error, Cuboid(1, 2, 1, data=2))) <= EXACT
-
-
 # Orders
 
 ORDERS = ("F0 B0 F1 B1", "F0 F1+B0 B1", "F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1+B0 W0 B1 W1", "F0 F1 B0 B1 W1 W0")

@@ -232,7 +232,7 @@ def test_for_ranks_rejects_impossible_rank_count(text: Path, monkeypatch: pytest
     ("others", "said"),
     [
         ("1x2", "is not three sizes"),
-        ("1x2x2xa", "is not three or four sizes"),
+        ("1x2x2xa", "is not three to five sizes"),
         ("1x3x1", "heads=8 cannot be cut into y·z=3"),
         ("1x1x1x3", "data.batch = 8 cannot be cut into data.micro_batches · cuboid.data = 3"),
     ],

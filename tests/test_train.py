@@ -11,9 +11,9 @@ from tiny import Curve, curve, furthest, losses, on, ranks_of, tiny, write_text
 from torch import Tensor
 
 from cuboid.baselines.serial import Serial
-from cuboid.mesh.layout import Spec
+from cuboid.mesh.layout import Spec, shard_of
 from cuboid.model.config import ModelConfig
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
 from cuboid.plan.cost import Cost
 from cuboid.plan.cost.cuboid import step_cost
@@ -138,7 +138,9 @@ def steps_with_overflow(world: World, config: TrainConfig, at: int, rank: int) -
 def everything(trainer: Trainer) -> list[Tensor]:
     """A copy of all parameters and of the optimizer's state."""
     states = trainer.optimizer.state.values()
-    return [t.detach().clone() for t in (*trainer.model.parameters(), *(t for state in states for t in state.values()))]
+    return [
+        shard_of(t).clone() for t in (*trainer.model.parameters(), *(t for state in states for t in state.values()))
+    ]
 
 
 def test_trainer_overflow_on_one_rank_skips_step_on_all(text: Path, pool: Pools) -> None:
@@ -202,7 +204,7 @@ class Keep:
 def gradients_of(model: Transformer) -> Shards:
     """By name, in a form that travels between processes."""
     gradients = ((name, parameter.grad) for name, parameter, _ in declared(model))
-    return {name: gradient.clone().numpy() for name, gradient in gradients if gradient is not None}
+    return {name: shard_of(gradient).clone().numpy() for name, gradient in gradients if gradient is not None}
 
 
 def clipped(world: World, config: TrainConfig) -> tuple[float, Shards, Shards, dict[str, Spec]]:

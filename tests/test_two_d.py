@@ -21,10 +21,11 @@ from cuboid.comm.flight import Flight, landed
 from cuboid.comm.transport.gloo import Gloo
 from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.generate import Sampling, generate
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
 from cuboid.plan.cost.two_d import two_d_cost
 from cuboid.plan.measure import Memory, count_flops
@@ -91,7 +92,7 @@ def counted(world: World, case: Case, compute: torch.dtype | None) -> tuple[Coun
             held = memory.saved(loss)
         loss.backward()
     mesh.close()
-    sizes = [sum(p.nbytes for p in model.parameters() if (p.dim() > 1) == matrix) for matrix in (True, False)]
+    sizes = [sum(shard_of(p).nbytes for p in model.parameters() if (p.dim() > 1) == matrix) for matrix in (True, False)]
     size = 4 if compute is None else compute.itemsize
     cost = two_d_cost(case.config, case.cuboid, mesh.coordinates, case.batch, case.seq, 4, size, case.recompute)
     found = Counts(mesh.ledger.counts(), flops.get_total_flops(), *sizes, held)
@@ -209,7 +210,7 @@ def rounding(world: World, case: Case) -> dict[str, float]:
     least = whole.gradient_norm().item()
     return {
         name: relative(
-            parameter.grad, d.spec.take(whole.get_parameter(name).grad, mesh.cuboid, mesh.coordinates), least
+            shard_of(parameter.grad), d.spec.take(whole.get_parameter(name).grad, mesh.cuboid, mesh.coordinates), least
         )
         for name, parameter, d in declared(mine)
     }
@@ -233,7 +234,7 @@ def large_rows(world: World, case: Case) -> tuple[float, float]:
             model.head.weight /= 10  # probabilities stay far from 0 and 1
         ids = place.take(torch.zeros(case.batch, case.seq, dtype=torch.int64), 0)
         model(ids, ids, place).backward()
-        gradients.append(model.head.weight.grad)
+        gradients.append(shard_of(model.head.weight.grad))
     mesh.close()
     mine, whole = gradients
     spec = TwoD(case.config, mesh).spec("table", tuple(whole.shape))
@@ -272,7 +273,7 @@ def differentiated(world: World, config: ModelConfig, cuboid: Cuboid) -> dict[st
         model, place = Weighted(parallel, dtype=torch.float64), parallel.place(*BATCH)
         mine = place.take(tokens, 0)
         (parallel.mesh.cuboid.ranks * model(mine, mine, place)).backward()
-        grads.append({name: (d.spec, parameter.grad) for name, parameter, d in declared(model)})
+        grads.append({name: (d.spec, shard_of(parameter.grad)) for name, parameter, d in declared(model)})
     mesh.close()
     mine, whole = grads
     return {

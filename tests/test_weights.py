@@ -9,6 +9,7 @@ import torch
 
 from cuboid import Cuboid, CuboidParallel, Mesh, ModelConfig, Pool, Transformer, World
 from cuboid.comm.transport.base import Transport
+from cuboid.mesh.layout import lay, shard_of
 from cuboid.step.weights import joined
 
 MODEL = ModelConfig("llama", layers=2, hidden=24, heads=4, ffn=48, vocab=16, context=8)
@@ -32,16 +33,16 @@ def moved(world: World, shape: Cuboid) -> tuple[bool, list[bool]]:
     tokens = torch.arange(64).view(8, 8) % MODEL.vocab
     models = [Transformer(CuboidParallel(MODEL, mesh), seed=1) for _ in range(2)]
     block = [parameter for parameter in models[0].blocks[0].parameters() if parameter.dim() == 2]
-    lying = len({parameter.untyped_storage().data_ptr() for parameter in block}) == 1
+    lying = len({shard_of(parameter).untyped_storage().data_ptr() for parameter in block}) == 1
     for parameter in models[1].parameters():
-        parameter.data = parameter.data.clone()
+        lay(parameter, shard_of(parameter).clone())
     losses = []
     for model in models:
         place = model.parallel.place(8, 8)
         losses.append(model(place.take(tokens, 0), place.take(tokens, -100), place))
         losses[-1].backward()
     pairs = zip(*(model.parameters() for model in models), strict=True)
-    same = [torch.equal(one.grad, other.grad) for one, other in pairs if one.grad is not None]
+    same = [torch.equal(shard_of(one.grad), shard_of(other.grad)) for one, other in pairs if one.grad is not None]
     mesh.close()
     return lying, [bool(losses[0] == losses[1]), len(same) > 0, *same]
 
@@ -68,7 +69,7 @@ def travelled(world: World, shape: Cuboid, dtype: torch.dtype | None, vocab: int
         losses.append(one(place.take(tokens, 0), place.take(tokens, -100), place))
         losses[-1].backward()
         counts.append(mesh.ledger.counts())
-        gradients.append([parameter.grad for parameter in one.parameters()])
+        gradients.append([shard_of(parameter.grad) for parameter in one.parameters()])
     mesh.close()
     assert pieces[0] == 1
     same = [torch.equal(a, b) for a, b in zip(*gradients, strict=True)]

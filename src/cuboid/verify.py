@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import nan
 from typing import Any
 
 import torch
@@ -13,18 +14,21 @@ from cuboid.comm.collectives import all_reduce, gather_pieces
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
 from cuboid.model.freeze import Trained
-from cuboid.model.nn import declared, evaluating
+from cuboid.model.module import declared
+from cuboid.model.nn import evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.plan.cost import Cost
 from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.measure import Memory, count_flops
 from cuboid.run.launch import World
+from cuboid.step.runner import At
 from cuboid.step.schedule import PREFETCH, Schedule
 
 #: Storage, arithmetic, and how far a tensor may be from serial's, relative to its norm.
@@ -113,19 +117,20 @@ class Measured:
     logits: Tensor
     loss: Tensor
     flops: int
-    saved: int
+    saved: int | None  # on a pipe it is not measured
     memory: Memory
     traffic: Mapping[str, dict[str, tuple[int, int]]]
     norm: Tensor
 
     @property
-    def quantities(self) -> list[int]:
-        """In the order of `QUANTITIES`."""
-        matrices = sum(p.nbytes for p in self.model.parameters() if p.dim() > 1)
-        vectors = sum(p.nbytes for p in self.model.parameters() if p.dim() == 1)
-        trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-        at_rest, peak = matrices + vectors + 3 * trained + self.saved, self.memory.peak + 2 * trained
-        return [matrices, vectors, self.flops, self.saved, at_rest, peak]
+    def quantities(self) -> list[float]:
+        """In the order of `QUANTITIES`; those that were not measured are not a number."""
+        parameters = list(self.model.parameters())
+        matrices, vectors = (sum(shard_of(p).nbytes for p in parameters if (p.dim() > 1) == m) for m in (True, False))
+        trained = sum(shard_of(p).nbytes for p in parameters if p.requires_grad)
+        saved = nan if self.saved is None else self.saved
+        at_rest, peak = matrices + vectors + 3 * trained + saved, self.memory.peak + 2 * trained
+        return [matrices, vectors, self.flops, saved, at_rest, peak]
 
 
 def batch_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -144,7 +149,8 @@ def unsettle(model: Transformer, seed: int) -> None:
     for name, parameter, d in declared(model):
         if not d.std:
             ranges = d.spec.ranges(mesh.cuboid, mesh.coordinates)
-            parameter.add_(normal(key_of(seed, f"{name} moved"), d.spec.shape, ranges, 0.1).to(parameter))
+            shard = shard_of(parameter)
+            shard.add_(normal(key_of(seed, f"{name} moved"), d.spec.shape, ranges, 0.1).to(shard))
 
 
 def saved_bytes(memory: Memory, loss: Tensor, expected: int | None) -> int:
@@ -170,15 +176,18 @@ def measure(case: Case, parallel: Parallel, expected: int | None = None) -> Meas
     tokens, targets = place.take(tokens, 0), place.take(targets, case.loss.ignore_index)
     with evaluating(model):
         logits = model.logits(tokens, place)
+    saved, batch = None, (tokens, At(place, targets, case.loss, case.seed))
     with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
-        loss = model(tokens, targets, place, case.loss, dropout=case.seed)
-        saved = saved_bytes(memory, loss, expected)
-        loss.backward()
+        if parallel.mesh.pipe.size > 1:
+            model.play([batch])
+        else:
+            loss = model(tokens, targets, place, case.loss, dropout=case.seed)
+            saved = saved_bytes(memory, loss, expected)
+            loss.backward()
     model.zero_grad()
     parallel.mesh.ledger.reset()
     with count_flops() as flops:
-        loss = model(tokens, targets, place, case.loss, dropout=case.seed)
-        loss.backward()
+        (loss,) = model.play([batch])
     traffic = parallel.mesh.ledger.counts()
     total, norm = flops.get_total_flops(), model.gradient_norm()
     return Measured(model, place, logits, loss.detach(), total, saved, memory, traffic, norm)
@@ -211,16 +220,16 @@ def compare(report: Report, case: Case, mesh: Mesh, mine: Measured, whole: Measu
     logits = join_logits(case, mesh, mine)
     if whole is not None:
         report.errors["logits"] = relative(logits, whole.logits)
-    gradients = torch.cat(
-        [parameter.grad.reshape(-1) for parameter in mine.model.parameters() if parameter.grad is not None]
-    )
+    gradients = torch.cat([shard_of(p.grad).reshape(-1) for p in mine.model.parameters() if p.grad is not None])
     pieces = gather_pieces(gradients, mesh.world)
+    specs = mine.model.specs()
     if whole is None:
         return
-    for name, parameter, d in declared(mine.model):
-        if not parameter.requires_grad:
+    mine_only = dict(mine.model.named_parameters())
+    for name, spec in specs.items():
+        if name in mine_only and not mine_only[name].requires_grad:
             continue
-        shapes = [d.spec.local_shape(case.cuboid, case.cuboid.coordinates(rank)) for rank in range(case.cuboid.ranks)]
+        shapes = [spec.local_shape(case.cuboid, case.cuboid.coordinates(rank)) for rank in range(case.cuboid.ranks)]
         mine_of_each = [
             piece[: torch.Size(shape).numel()].view(shape) for piece, shape in zip(pieces, shapes, strict=True)
         ]
@@ -228,7 +237,7 @@ def compare(report: Report, case: Case, mesh: Mesh, mine: Measured, whole: Measu
         reference = whole.model.get_parameter(name).grad
         assert reference is not None
         try:
-            report.errors[f"d {name}"] = relative(d.spec.join(mine_of_each, case.cuboid), reference, floor)
+            report.errors[f"d {name}"] = relative(spec.join(mine_of_each, case.cuboid), reference, floor)
         except ValueError:  # copies of one element differ
             report.errors[f"d {name}"] = float("inf")
 
@@ -268,7 +277,7 @@ def check_balance(report: Report, mesh: Mesh, mine: Measured, whole: Measured | 
         return
     predicted = torch.tensor([[c.matrices, c.vectors, c.flops, c.saved] for c in costs], dtype=torch.float64)
     matrices, vectors, flops, saved, at_rest, peak = whole.quantities
-    block, data = mesh.cuboid.block, mesh.cuboid.data
+    block, data = mesh.cuboid.block * mesh.cuboid.pipe, mesh.cuboid.data
     kept = at_rest - saved  # each replica has all of it, and its part of the rest
     shares = (
         matrices / block,
@@ -280,5 +289,7 @@ def check_balance(report: Report, mesh: Mesh, mine: Measured, whole: Measured | 
     )
     for i, (name, share) in enumerate(zip(QUANTITIES, shares, strict=True)):
         column = per_rank[:, i]
+        if column.isnan().any():
+            continue
         agrees = bool((column == predicted[:, i]).all()) if i < predicted.shape[1] else None
         report.balance[name] = Balance(share, float(column.mean()), float(column.max()), agrees)

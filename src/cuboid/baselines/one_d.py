@@ -68,7 +68,7 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
             f"cuboid {cuboid} has x={cuboid.x} and z={cuboid.z}, but 1-D parallel cuts over y alone; "
             f"use x=1, z=1 and y={cuboid.block}"
         )
-    config.check_plain("1-D parallel")
+    config.check_plain("1-D parallel", cuboid.pipe)
     config.check(cuboid, batch, seq)
     y, heads = cuboid.y, config.heads
     fits = {"kv_heads": [n for n in range(y, heads + 1, y) if heads % n == 0], "ffn": [round_up(config.ffn, y)]}

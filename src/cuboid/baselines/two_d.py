@@ -61,7 +61,7 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
             raise ValueError(
                 f"{name}={n} cannot be cut into z={q}; use {name} {round_up(n, q)}, or y = z one of {smaller}"
             )
-    config.check_plain("2-D parallel")
+    config.check_plain("2-D parallel", cuboid.pipe)
     config.check(Cuboid(), batch, seq)
     parts = cuboid.data * cuboid.x * q
     if batch % parts:

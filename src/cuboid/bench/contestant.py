@@ -17,6 +17,7 @@ from cuboid.bench.network import best, feasible
 from cuboid.bench.problem import Problem
 from cuboid.comm.ledger import Ledger
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import CuboidParallel, suitable_schedule
 from cuboid.model.parallel import Parallel
@@ -161,7 +162,7 @@ class ModelRunner:
 
     def clip(self) -> None:
         scale = (1 / self.module.gradient_norm()).clamp(max=1).float()
-        torch._foreach_mul_([p.grad for p in self.module.parameters() if p.grad is not None], scale)
+        torch._foreach_mul_([shard_of(p.grad) for p in self.module.parameters() if p.grad is not None], scale)
 
     def counted(self) -> AbstractContextManager[object]:
         return nullcontext()  # it always does

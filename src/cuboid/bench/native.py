@@ -37,10 +37,9 @@ from cuboid.comm.flight import Flight
 from cuboid.comm.ledger import Ledger
 from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Spec
+from cuboid.mesh.layout import Spec, shard_of
 from cuboid.model.config import ModelConfig
 from cuboid.plan.cost.native import check_batch, check_model
-from cuboid.plan.measure import local
 from cuboid.run.launch import World
 
 
@@ -97,7 +96,7 @@ class Native:
         """As `nn.initialise`: a rank makes its shards alone."""
         for name, parameter in self.model.named_parameters():
             mean, std = first_values(self.config, name)
-            shard, spec = local(parameter), self.specs[name]
+            shard, spec = shard_of(parameter), self.specs[name]
             shard.fill_(mean)
             if std:
                 ranges = spec.ranges(self.cuboid, self.coordinates)
@@ -138,7 +137,7 @@ class Native:
 
     def _whole(self, tensors: dict[str, Any]) -> dict[str, Tensor]:
         return {
-            name: self.specs[name].join(gather_pieces(local(tensor).detach(), self.world), self.cuboid)
+            name: self.specs[name].join(gather_pieces(shard_of(tensor), self.world), self.cuboid)
             for name, tensor in tensors.items()
         }
 
@@ -276,7 +275,7 @@ class _ParallelLoss(torch.autograd.Function):
             logits = cast(DTensor, logits.detach().requires_grad_())
             value = F.cross_entropy(logits, targets)
             ctx.save_for_backward(*torch.autograd.grad(value, logits))
-        return local(value.detach())
+        return shard_of(value)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:

@@ -13,7 +13,8 @@ from cuboid.bench.problem import Problem
 from cuboid.device import synchronize
 from cuboid.emulate.device import Emulated
 from cuboid.emulate.slow_motion import SlowMotion
-from cuboid.plan.measure import Memory, count_flops, local
+from cuboid.mesh.layout import shard_of
+from cuboid.plan.measure import Memory, count_flops
 from cuboid.run.launch import World
 
 Counts = dict[str, dict[str, tuple[int, int]]]
@@ -73,7 +74,7 @@ def count(world: World, contestant: Contestant, problem: Problem, slow: SlowMoti
                 with count_flops() as counter, runner.counted():
                     runner.forward(*problem.data()).backward()
                 flops = counter.get_total_flops()
-        parameters = sum(local(p).nbytes for p in runner.module.parameters())
+        parameters = sum(shard_of(p).nbytes for p in runner.module.parameters())
         peak = memory.peak + 2 * parameters if metered else 0
         value = None if slow else float(loss.detach())
         return Count(value, traffic, predicted.counts(), flops, peak, parameters)

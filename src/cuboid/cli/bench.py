@@ -13,6 +13,7 @@ from cuboid.bench.contestant import begin_with, every, possible, scaling
 from cuboid.bench.cpu import cpu
 from cuboid.bench.emulation import emulation
 from cuboid.bench.overlap import overlap
+from cuboid.bench.pipeline import pipeline
 from cuboid.bench.plot import draw
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Result
@@ -69,6 +70,7 @@ TAKES = {
     "emulation": {"rounds", "only", "layers", "hidden", "batch", "emulate"},
     "cpu": {"ranks", "rounds", "only", "hidden"},
     "accuracy": {"steps", "only"},
+    "pipeline": {"ranks", "rounds", "only", "hidden", "emulate"},
 }
 
 
@@ -85,7 +87,8 @@ def bench(
             help="strong: one problem on more and more ranks. weak: a problem that grows with the ranks. layouts: "
             "every layout and cuboid of one number of ranks. overlap: the schedule on and off, on two hosts and on "
             "eight. emulation: the same steps computed on two cores and timed on emulated devices. cpu: CPU seconds of "
-            "every cuboid against one device's. accuracy: loss curves of 1-D, 2-D and 3-D on one text."
+            "every cuboid against one device's. accuracy: loss curves of 1-D, 2-D and 3-D on one text. pipeline: how "
+            "long the ranks of a pipeline are idle, under each schedule, on emulated devices."
         ),
     ],
     ranks: Annotated[str, _option("Numbers of ranks, such as 8,64.")] = "",
@@ -147,6 +150,11 @@ def bench(
     only = only or [""]
     if what == "accuracy":
         accuracy(steps or (50 if quick else 200), out, console, only)
+        return
+    if what == "pipeline":
+        sizes = _whole_numbers(ranks or ("2,4" if quick else "2,4,8"))
+        if not pipeline(sizes, rounds or (1 if quick else 3), out, console, only, hidden or 256, emulate):
+            raise typer.Exit(1)
         return
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     slow = parse(emulate) if emulate else None

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.cli.bar import bar
+from cuboid.mesh.cuboid import Cuboid
 from cuboid.train import manifest
 from cuboid.train.checkpoint import candidates, complete, inspect, step_of
 from cuboid.train.manifest import Damaged
@@ -44,7 +45,7 @@ def list_(run: RUN, as_json: JSON = False) -> None:
         table.add_column(column, justify="right" if column in ("step", "size", "age") else "left")
     for each in rows:
         size, age = f"{quantity(each['bytes'])}B", duration(each["age_seconds"])
-        cuboid = ",".join(str(n) for n in (each["cuboid"] or {}).values())
+        cuboid = str(Cuboid(**each["cuboid"])) if each["cuboid"] else ""
         table.add_row(each["name"], size, age, cuboid, each["damage"] or "looks whole")
     Console(highlight=False, markup=False, soft_wrap=True).print(table)
 

@@ -49,6 +49,9 @@ def train(
     cuboid: Annotated[
         str, typer.Option(help="x,y,z; or auto: what cuboid plan finds fastest for as many ranks as configured.")
     ] = "",
+    pipe: Annotated[
+        int, typer.Option(help="Stages of a pipeline, each on a cuboid of its own; 0: as configured.", min=0)
+    ] = 0,
     hardware: Annotated[str, typer.Option(help="For auto: a preset or a file of cuboid calibrate.")] = "",
     trace: Annotated[
         int,
@@ -83,6 +86,8 @@ def train(
         if config is None:  # the run's own, wherever its folder is by now
             own = [f"logging.folder={toml(str(run))}", "model.pretrained="]  # its weights are its own by now
             config, overrides = run / "config.toml", own + overrides
+    if pipe:
+        overrides = [*overrides, f"cuboid.pipe={pipe}"]
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
     if not cuboid and is_first() and (said := half_given(chosen, config, overrides)):
         Console(highlight=False, soft_wrap=True).print(said, markup=False)

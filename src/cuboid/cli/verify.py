@@ -28,7 +28,10 @@ from cuboid.verify import verify as verify_on_rank
 def verify(
     cuboid: Annotated[str, typer.Option(help="x,y,z; the most even block of --ranks if left out.")] = "",
     data: Annotated[int, typer.Option(help="Replicas of the whole block.")] = 1,
-    ranks: Annotated[int, typer.Option(help="Ranks in all: x·y·z·data. 8 if neither this nor --cuboid is given.")] = 0,
+    pipe: Annotated[int, typer.Option(help="Stages of a pipeline, each on such blocks of its own.", min=1)] = 1,
+    ranks: Annotated[
+        int, typer.Option(help="Ranks in all: x·y·z·data·pipe. 8 if neither this nor --cuboid is given.")
+    ] = 0,
     order: Annotated[str, typer.Option(help="Axes from slowest over ranks to fastest.")] = ",".join(AXES),
     family: Annotated[str, typer.Option(help=f"One of {', '.join(FAMILIES)}.")] = "gpt2",
     layers: Annotated[int, typer.Option()] = 2,
@@ -71,9 +74,11 @@ def verify(
     Exits 0 if all agree, 1 if anything does not. Rank 0 holds the whole model, so keep it small. Ranks are forked
     here; on a cluster start it with torchrun: torchrun --nproc-per-node 8 -m cuboid verify --cuboid 2,2,2
     """
-    shape = Cuboid.parse(cuboid, data, order) if cuboid else most_even(ranks or 8 * data, data)
+    shape = Cuboid.parse(cuboid, data, order, pipe) if cuboid else most_even(ranks or 8 * data, data, pipe)
     if ranks and ranks != shape.ranks:
-        raise ValueError(f"--ranks {ranks} is not x·y·z·data = {shape.ranks} of cuboid {shape}; leave one of them out")
+        raise ValueError(
+            f"--ranks {ranks} is not x·y·z·data·pipe = {shape.ranks} of cuboid {shape}; leave one of them out"
+        )
     config = ModelConfig(
         family, layers, hidden, heads, vocab, seq, kv_heads, ffn=ffn, tied=tied, bias=bias, dropout=dropout
     )
@@ -158,7 +163,7 @@ def training(case: Case, steps: int) -> TrainConfig:
         default,
         seed=case.seed,
         model=replace(default.model, freeze=case.freeze, **{name: getattr(c, name) for name in names}),
-        cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order),
+        cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order, pipe=k.pipe),
         data=replace(default.data, seq=case.seq, batch=case.batch),
         schedule=replace(default.schedule, steps=steps, warmup=min(steps, default.schedule.warmup)),
         precision=replace(default.precision, dtype="bf16" if case.dtype == "bf16" else "fp32"),
@@ -168,12 +173,15 @@ def training(case: Case, steps: int) -> TrainConfig:
     )
 
 
-def most_even(ranks: int, data: int) -> Cuboid:
-    """The block of ranks/data devices nearest to a cube."""
-    if data < 1 or ranks < 1 or ranks % data:
-        raise ValueError(f"--ranks {ranks} is not a multiple of --data {data}; choose ranks = x·y·z·data")
-    best = min(factorisations(ranks // data), key=lambda c: (max(c.x, c.y, c.z), c.z, c.y))
-    return Cuboid(best.x, best.y, best.z, data)
+def most_even(ranks: int, data: int, pipe: int = 1) -> Cuboid:
+    """The block of ranks/(data·pipe) devices nearest to a cube."""
+    if data < 1 or ranks < 1 or ranks % (data * pipe):
+        raise ValueError(
+            f"--ranks {ranks} is not a multiple of --data {data}"
+            + (f" · --pipe {pipe}; choose ranks = x·y·z·data·pipe" if pipe > 1 else "; choose ranks = x·y·z·data")
+        )
+    best = min(factorisations(ranks // data // pipe), key=lambda c: (max(c.x, c.y, c.z), c.z, c.y))
+    return Cuboid(best.x, best.y, best.z, data, pipe=pipe)
 
 
 def show(console: Console, case: Case, report: Report) -> None:

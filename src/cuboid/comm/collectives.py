@@ -8,6 +8,8 @@
 | copy           | the same value, used by every rank       | all_reduce     |
 | broadcast      | the tensor of one rank                   | reduce         |
 | reduce         | one rank: the sum; the others: nothing   | broadcast      |
+| send           | of two ranks, one: nothing               | receive        |
+| receive        | the other: its tensor                    | send           |
 
 Each returns a `Flight`, whose `wait()` gives the result, and does not wait itself: only a `reduce` that gloo sends by
 hosts waits for the sum of its own host. Over an axis of size 1 nothing is launched, counted or copied. In shapes, p is
@@ -116,6 +118,25 @@ def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None)
 
 def _wait(span: Span, axis: Axis) -> Wait:
     return lambda work: Launched([work], lambda: torch.empty(0), span, axis).wait()
+
+
+def send(x: Tensor, lane: Axis, what: str) -> Flight:
+    """To the other rank of a lane of two, which receives `what` in the same order. Who waits may reuse the memory."""
+    x = x.contiguous()
+    return _message(x, lane, what, lane.index, "send", x.nbytes)
+
+
+def receive(like: Tensor, lane: Axis, what: str) -> Flight:
+    """The tensor, as large as `like`, that the other rank of the lane sends. It is received into `like` itself."""
+    return _message(like, lane, what, 1 - lane.index, "receive", 0)
+
+
+def _message(x: Tensor, lane: Axis, what: str, source: int, kind: str, sent: int) -> Flight:
+    """As a broadcast of two: a backend that sends them in the order of their launch needs no other."""
+    if lane.journal is not None:
+        lane.journal.note(what, x.shape, x.dtype)
+    span = lane.ledger.launched(lane.name, kind, sent)
+    return Launched(*lane.transport.broadcast(x, source, _wait(span, lane)), span, lane)
 
 
 def shift(x: Tensor, axis: Axis, by: int) -> Flight:

@@ -51,6 +51,11 @@ class Flight:
     def wait(self) -> Tensor:
         return self._result()
 
+    @property
+    def over(self) -> bool:
+        """Whether it has landed, as far as one can see without waiting."""
+        return True
+
 
 def landed(x: Tensor) -> Flight:
     return Flight(lambda: x)
@@ -71,6 +76,10 @@ class Launched(Flight):
         if self._works:
             self._land()
         return self._result()
+
+    @property
+    def over(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
     def _land(self) -> None:
         works, self._works = self._works, ()

@@ -1,21 +1,22 @@
 """The shape of a block of devices, and the order of its axes over ranks."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import permutations, product
 
 import numpy as np
 from numpy.typing import NDArray
 
-AXES = ("data", "x", "y", "z")
+AXES = ("pipe", "data", "x", "y", "z")
 
 
 @dataclass(frozen=True)
 class Cuboid:
-    """x × y × z devices, replicated `data` times. `order` lists the axes from the slowest over ranks to the fastest.
+    """x × y × z devices, replicated `data` times, for each of `pipe` stages of a pipeline. `order` lists the axes from
+    the slowest over ranks to the fastest; one that does not name `pipe` has it first.
 
     >>> Cuboid(2, 3, 2).coordinates(5)
-    {'data': 0, 'x': 0, 'y': 2, 'z': 1}
+    {'pipe': 0, 'data': 0, 'x': 0, 'y': 2, 'z': 1}
     """
 
     x: int = 1
@@ -23,28 +24,32 @@ class Cuboid:
     z: int = 1
     data: int = 1
     order: tuple[str, ...] = AXES
+    pipe: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"cuboid axis {axis}={size!r}: every size is a whole number of at least 1")
-        if sorted(self.order) != sorted(AXES):
+        order = self.order if "pipe" in self.order else ("pipe", *self.order)
+        if sorted(order) != sorted(AXES):
             raise ValueError(
                 f"cuboid order {','.join(self.order)!r} must name each of {', '.join(AXES)} once, slowest first"
             )
+        object.__setattr__(self, "order", order)
 
     @classmethod
-    def parse(cls, text: str, data: int = 1, order: str = ",".join(AXES)) -> "Cuboid":
+    def parse(cls, text: str, data: int = 1, order: str = ",".join(AXES), pipe: int = 1) -> "Cuboid":
         """`"2,2,2"` as typed by a person."""
         parts = text.replace("x", ",").replace("×", ",").split(",")
         if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
             raise ValueError(f"cuboid {text!r} is not three sizes; write x,y,z such as 2,2,2")
         x, y, z = (int(part) for part in parts)
-        return cls(x, y, z, data, tuple(name.strip() for name in order.split(",")))
+        return cls(x, y, z, data, tuple(name.strip() for name in order.split(",")), pipe=pipe)
 
     def __str__(self) -> str:
-        return f"({self.x},{self.y},{self.z})" + (f" × data={self.data}" if self.data > 1 else "")
+        more = [f" × {axis}={getattr(self, axis)}" for axis in ("data", "pipe") if getattr(self, axis) > 1]
+        return f"({self.x},{self.y},{self.z})" + "".join(more)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -52,12 +57,12 @@ class Cuboid:
 
     @property
     def block(self) -> int:
-        """Devices that share one copy of the model."""
+        """Devices that share one copy of the model, or of a stage of it."""
         return self.x * self.y * self.z
 
     @property
     def ranks(self) -> int:
-        return self.block * self.data
+        return self.block * self.data * self.pipe
 
     def coordinates(self, rank: int) -> dict[str, int]:
         found = {}
@@ -78,7 +83,7 @@ class Cuboid:
 
 
 def factorisations(ranks: int) -> Iterator[Cuboid]:
-    """Every cuboid of exactly `ranks` devices with data=1."""
+    """Every cuboid of exactly `ranks` devices with data=1, pipe=1."""
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     for x, y, z in product(sizes, repeat=3):
         if x * y * z == ranks:

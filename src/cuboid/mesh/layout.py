@@ -11,9 +11,12 @@ reads there. Nothing is padded at rest, and no padding ever enters a global shap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cuboid.mesh.cuboid import AXES, Cuboid
@@ -46,12 +49,13 @@ class Spec:
 
     `cuts` names, for each dim, the axes that cut it, first cut first; the tensor is replicated over the others.
     `sums` names the axes over which a rank's gradient is still a partial sum once the gradient has been reduced
-    along the cuts.
+    along the cuts. It is held at these places of `pipe` alone, by others not at all.
     """
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[str, ...], ...]
     sums: tuple[str, ...] = ()
+    pipe: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         axes = [axis for dim in self.cuts for axis in dim]
@@ -62,19 +66,21 @@ class Spec:
     def cut_by(self) -> tuple[str, ...]:
         return tuple(axis for dim in self.cuts for axis in dim)
 
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        return tuple(axis for axis in AXES if axis not in self.cut_by)
+    def holders(self, cuboid: Cuboid) -> NDArray[np.int64]:
+        """The ranks that hold each piece, [pieces, copies]."""
+        replicated = [axis for axis in AXES if axis not in ("pipe", *self.cut_by)]
+        ranks = cuboid.array(("pipe", *self.cut_by, *replicated))[list(self.pipe)]
+        pieces = prod(cuboid.sizes[axis] for axis in self.cut_by)
+        return ranks.reshape(len(self.pipe), pieces, -1).swapaxes(0, 1).reshape(pieces, -1)
 
     def copies(self, cuboid: Cuboid) -> int:
         """How many ranks hold each element."""
-        copies = 1
-        for axis in self.replicated:
-            copies *= cuboid.sizes[axis]
-        return copies
+        return prod(cuboid.sizes[axis] for axis in AXES[1:] if axis not in self.cut_by) * len(self.pipe)
 
     def ranges(self, cuboid: Cuboid, coordinates: Mapping[str, int], gathered: Iterable[str] = ()) -> tuple[Range, ...]:
         """The index range a rank holds in each dim, were the axes in `gathered` not cutting."""
+        if coordinates["pipe"] not in self.pipe:
+            return ((0, 0),) * len(self.shape)
         found = []
         for n, axes in zip(self.shape, self.cuts, strict=True):
             start, stop = 0, n
@@ -113,12 +119,48 @@ class Spec:
             found.append(Shard(dims[0]) if dims else Replicate())
         return tuple(found)
 
-    def dtensor(self, local: Tensor, mesh: Mesh) -> DTensor:
-        """`local` as a DTensor of the global shape, for state dicts."""
+    def dtensor(self, shard: Tensor, mesh: Mesh) -> DTensor:
+        """A rank's shard as a DTensor of the global shape, in the same memory."""
         return DTensor.from_local(
-            local,
-            mesh.device_mesh(local.device.type),
+            shard,
+            mesh.device_mesh(shard.device.type),
             self.placements(mesh),
             shape=torch.Size(self.shape),
             stride=torch.empty(self.shape, device="meta").stride(),
         )
+
+    def parameter(self, shard: Tensor, mesh: Mesh) -> nn.Parameter:
+        """A DTensor or, where one device holds all of it, a plain one."""
+        return nn.Parameter(self.dtensor(shard, mesh) if mesh.sharded else shard)
+
+
+# The shards of parameters, in the memory they lie in: what a step works on, without DTensor's dispatch
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter or a gradient; of a plain one all. Autograd does not see it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The unsharded values of a parameter or a gradient, on every rank: all ranks call it."""
+    found = tensor.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+def sharded_as(parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    """A rank's shard, of a gradient say, as the parameter is."""
+    return DTensor(shard, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else shard
+
+
+def data_of(parameter: nn.Parameter) -> int:
+    """What setting `data` of a DTensor changes, and nothing else: its values stay where they are."""
+    return parameter.untyped_storage()._cdata if isinstance(parameter, DTensor) else 0
+
+
+def lay(parameter: nn.Parameter, shard: Tensor) -> None:
+    """Have the parameter's values where `shard` is."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = shard
+    else:
+        parameter.data = shard

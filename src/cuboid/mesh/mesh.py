@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,17 @@ from cuboid.comm.transport.base import NewGroup
 from cuboid.comm.transport.sharing import Sharing
 from cuboid.device import current
 from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.mesh.device_mesh import BlockMesh
+
+
+class Lanes(NamedTuple):
+    """Two ranks each, one of which sends: to the next rank of a pipe or to the one before it, and from them. None where
+    there is no such neighbour. A lane carries one kind of message one way, so that its order is known to both."""
+
+    to_next: Axis | None
+    from_previous: Axis | None
+    to_previous: Axis | None
+    from_next: Axis | None
 
 
 class Mesh:
@@ -34,7 +46,7 @@ class Mesh:
     """
 
     #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.
-    NESTING = ("data", "y", "z", "x")
+    NESTING = ("pipe", "data", "y", "z", "x")
 
     def __init__(
         self,
@@ -52,7 +64,7 @@ class Mesh:
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if world != cuboid.ranks:
             raise ValueError(
-                f"cuboid {cuboid} needs x·y·z·data = {cuboid.ranks} ranks but {world} were started; "
+                f"cuboid {cuboid} needs x·y·z·data·pipe = {cuboid.ranks} ranks but {world} were started; "
                 f"start {cuboid.ranks} ranks or choose sizes whose product is {world}"
             )
         self.cuboid, self.rank, self.device, self.overlap = cuboid, rank, torch.device(device), overlap
@@ -60,14 +72,18 @@ class Mesh:
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
         self._sharing = Sharing(share_device)
-        self._device_meshes: dict[str, DeviceMesh] = {}
+        self._device_meshes: dict[str, BlockMesh] = {}
         for name, size in cuboid.sizes.items():
             given = groups[name] if groups is not None and size > 1 else None
             at = self.coordinates[name]
             setattr(self, name, self._along(name) if given is None else self._axis(name, size, at, given))
         self.world = self._axis("world", world, rank, dist.group.WORLD if world > 1 else None)
         self._parts_of_x: dict[int, Axis] = {}
+        self._lanes: dict[tuple[int, int], tuple[Axis | None, Axis | None]] = {}
+        if self.sharded:
+            self.device_mesh(self.device.type)  # now: the model may be made where tensors have no values
 
+    pipe: Axis
     data: Axis
     x: Axis
     y: Axis
@@ -78,7 +94,7 @@ class Mesh:
 
     @classmethod
     def over(cls, device_mesh: DeviceMesh) -> "Mesh":
-        """Over a mesh that `init_device_mesh` has made, its dims named x, y, z, data; a name left out is of size 1."""
+        """Over a mesh that `init_device_mesh` has made, its dims named after axes; one left out is of size 1."""
         names = device_mesh.mesh_dim_names or ()
         if len(set(names)) != device_mesh.ndim or not set(names) <= set(AXES):
             raise ValueError(
@@ -106,24 +122,32 @@ class Mesh:
         return self._axis(name, size, self.coordinates[name] % size, new_group(), new_group if between_hosts else None)
 
     def _axis(
-        self, name: str, size: int, index: int, group: dist.ProcessGroup | None, new_group: NewGroup | None = None
+        self,
+        name: str,
+        size: int,
+        index: int,
+        group: dist.ProcessGroup | None,
+        new_group: NewGroup | None = None,
+        lane: str = "",
     ) -> Axis:
-        """With the transport and the journal of its group. Over z norms send a few numbers per row."""
+        """With the transport and the journal of its group, which names the `lane`, if it is one: several may have
+        the same ranks. Over z norms send a few numbers per row."""
         if group is None:
             return Axis(name, size, index, None, self.ledger, self.overlap)
         on_host = Counter(rank // self._per_host for rank in dist.get_process_group_ranks(group))
         hosts, per_host = len(on_host), size // len(on_host) if len(set(on_host.values())) == 1 else 0
         transport = transport_over(group, hosts, per_host if self._by_host else 0, new_group, small=name == "z")
-        journal = self.watch.journal(name, group) if self.watch is not None else None
+        journal = self.watch.journal(f"{name}{lane}", group) if self.watch is not None else None
         return Axis(name, size, index, group, self.ledger, self.overlap, journal, hosts, per_host, transport)
 
-    def _group(self, lines: NDArray[np.int64]) -> dist.ProcessGroup:
-        """This rank's of the groups of all lines of ranks [lines, ranks of a line]: the one place that makes groups."""
+    def _group(self, lines: NDArray[np.int64]) -> Any:
+        """This rank's of the groups of all lines of ranks [lines, ranks of a line], None if it is in no line: the one
+        place that makes groups."""
         world = dist.group.WORLD._get_backend(self.device)  # type: ignore[union-attr]
         options = self._sharing.options(world, lines.shape[1], self._timeout())
         group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), **options)
-        assert group is not None
-        self._groups.append(group)
+        if group is not None:
+            self._groups.append(group)
         return group
 
     def _timeout(self) -> timedelta | None:
@@ -132,22 +156,61 @@ class Mesh:
         options = getattr(dist.group.WORLD._get_backend(self.device), "options", None)
         return getattr(options, "_timeout", None)
 
+    def lanes(self, wrap: bool) -> Lanes:
+        """Of this rank on its pipe; with `wrap` the first rank is also next to the last. Made once, by all ranks."""
+        return Lanes(*self._lanes_along(1, wrap), *self._lanes_along(-1, wrap))
+
+    def _lanes_along(self, way: int, wrap: bool) -> tuple[Axis | None, Axis | None]:
+        """(out, in) of those on which messages go `way` along the pipe. A rank has one lane of each enumeration."""
+        size, mine = self.pipe.size, self.pipe.index
+        if size == 1:
+            return None, None
+        grid = self.cuboid.array(self.NESTING).reshape(size, -1)
+        edges = [[i for i in range(size - 1) if i % 2 == odd] for odd in (0, 1)] + [[size - 1]] * wrap
+        found: list[Axis | None] = [None, None]
+        name = " forward" if way > 0 else " backward"
+        for each, those in enumerate(edges):
+            if not those:
+                continue
+            if (way, each) not in self._lanes:
+                pairs = [(i, (i + 1) % size)[::way] for i in those]
+                lines = np.concatenate([grid[list(pair)].T for pair in pairs])
+                group = self._group(lines)
+                ends: list[Axis | None] = [None, None]
+                for sender, receiver in pairs:
+                    if mine in (sender, receiver):
+                        index, lane = dist.get_group_rank(group, self.rank), name + " around" * (each == 2)
+                        ends[mine == receiver] = replace(self._axis("pipe", 2, index, group, None, lane), overlap=True)
+                self._lanes[way, each] = ends[0], ends[1]
+            found = [old or new for old, new in zip(found, self._lanes[way, each], strict=True)]
+        return found[0], found[1]
+
+    def count_lanes_in(self, ledger: Ledger) -> None:
+        """For a copy of a mesh, with books of its own."""
+        self._lanes = {
+            key: tuple(lane and replace(lane, ledger=ledger) for lane in ends)  # type: ignore[misc]
+            for key, ends in self._lanes.items()
+        }
+
+    @property
+    def sharded(self) -> bool:
+        """Whether several ranks share a stage of a model: its parameters are DTensors."""
+        return self.cuboid.block * self.cuboid.data > 1
+
     @property
     def dims(self) -> tuple[str, ...]:
-        """Of a `device_mesh`: the axes longer than one, or one of them."""
-        return tuple(axis for axis in self.NESTING if self.cuboid.sizes[axis] > 1) or ("x",)
+        """Of a `device_mesh`: the axes longer than one, or one of them. Tensors belong to one place of the pipe."""
+        return tuple(axis for axis in self.NESTING[1:] if self.cuboid.sizes[axis] > 1) or ("x",)
 
-    def device_mesh(self, device_type: str) -> DeviceMesh:
+    def device_mesh(self, device_type: str) -> BlockMesh:
         """For DTensors on such devices and `torch.distributed.checkpoint`. It has our groups; for copies of a GPU's
         tensors in its host's memory it has none, and nothing can be sent."""
         if device_type not in self._device_meshes:
-            sizes, groups = [self.cuboid.sizes[axis] for axis in self.dims], [getattr(self, d).group for d in self.dims]
-            ranks, names = torch.from_numpy(self.cuboid.array(self.NESTING)).reshape(sizes), self.dims
-            if device_type == self.device.type and None not in groups:
-                made = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
-            else:
-                made = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=self.rank)
-            self._device_meshes[device_type] = made
+            sizes, groups = [self.cuboid.sizes[axis] for axis in self.dims], []
+            ranks = torch.from_numpy(self.cuboid.array(self.NESTING)[self.pipe.index]).reshape(sizes)
+            if device_type == self.device.type and self.sharded:
+                groups = [getattr(self, name).group for name in self.dims]
+            self._device_meshes[device_type] = BlockMesh(device_type, ranks, self.dims, self.rank, groups)
         return self._device_meshes[device_type]
 
     def part_of_x(self, size: int) -> Axis:

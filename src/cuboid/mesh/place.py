@@ -54,6 +54,21 @@ class Place:
             for samples, b, rows in zip(*chunks, strict=True)
         ]
 
+    def check(self, inputs: Tensor, targets: Tensor | None, features: bool) -> None:
+        """Raise unless these are this rank's part of a batch: of the residual stream (`features`) or of token ids."""
+        ids, (s, b, d) = [len(self.positions), len(self.samples)], map(len, self.residual)
+        wanted, take = ([s, b, d], "take_features") if features else (ids, "take")
+        if list(inputs.shape) != wanted:
+            raise ValueError(
+                f"inputs of shape {list(inputs.shape)} where this rank's part, sequence first, is {wanted}; take it by "
+                f"place.{take} from the whole batch, [{self.batch}, {self.seq}{', d' * features}]"
+            )
+        if targets is not None and list(targets.shape[:2]) not in (ids, [s, b]):
+            raise ValueError(
+                f"targets of shape {list(targets.shape)} beside inputs of {wanted}, sequence first; take both from "
+                "the whole batch with the same place"
+            )
+
     def take_features(self, whole: Tensor, fill: float = 0.0) -> Tensor:
         """[batch, seq, d] of all ranks -> this rank's part of the residual stream, [s, b, d], padding filled."""
         s, b, d = self.residual

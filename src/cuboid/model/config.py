@@ -146,6 +146,11 @@ class ModelConfig:
                 f"hidden={self.hidden} cannot be cut into z={cuboid.z}; use hidden "
                 f"{_multiples_near(self.hidden, cuboid.z)} or another z"
             )
+        if cuboid.pipe > self.layers:
+            raise ValueError(
+                f"layers={self.layers} cannot be split into pipe={cuboid.pipe} stages of a block or more; use at least "
+                f"{cuboid.pipe} layers, or pipe at most {self.layers}"
+            )
         _size("batch", batch, 1)
         _size("seq", seq, 1)
         if batch % cuboid.data:
@@ -161,11 +166,13 @@ class ModelConfig:
                 f"that slides is not supported; use sequences of at most {self.window} tokens"
             )
 
-    def check_plain(self, where: str) -> None:
-        """Raise if the model has what only one device and a cuboid do."""
+    def check_plain(self, where: str, pipe: int = 1) -> None:
+        """Raise if the model has what only one device and a cuboid do, or is to be a pipeline."""
         for name, odd in (("qk_norm", self.qk_norm), ("qkv_bias", self.qkv_biased != self.bias)):
             if odd:
                 raise ValueError(f"{name}={getattr(self, name)} is not supported in {where}; run it on a cuboid")
+        if pipe > 1:
+            raise ValueError(f"pipe={pipe} is not supported in {where}; use pipe=1, or run it on a cuboid")
 
     def replace(self, **changes: Any) -> "ModelConfig":
         return replace(self, **changes)

@@ -82,9 +82,11 @@ def check_prompt(config: ModelConfig, prompt: Sequence[int]) -> None:
 
 
 def last_logits(model: Transformer, logits: Tensor, place: Place) -> Tensor:
-    """The last token's logits [v], whole on every rank, from the ranks that have a part of them."""
+    """The last token's logits [v], whole on every rank, from the ranks that have a part of them. On a pipe all places
+    have the same, and the first gives it."""
     s, b, v = place.logits
-    last = (s == place.start + place.seq - 1).to(logits.dtype)[:, None, None]
+    mine = model.parallel.mesh.pipe.index == 0
+    last = ((s == place.start + place.seq - 1) & mine).to(logits.dtype)[:, None, None]
     first = (b == 0).to(logits.dtype)[:, None]
     whole = logits.new_zeros(model.config.vocab, dtype=torch.float32)
     whole[v] = (logits * last * first).sum((0, 1)).float()

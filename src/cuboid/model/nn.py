@@ -1,74 +1,33 @@
-"""Layers and models, written against a `Parallel`. Modules hold a rank's shards under the names of the whole model's
-parameters, and are layers themselves (step/op.py). To write a model of your own: docs/your-own-model.md.
+"""Layers and models, written against a `Parallel`. Modules (module.py) are layers themselves (step/op.py). To write a
+model of your own: docs/your-own-model.md.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from cuboid.comm.collectives import all_reduce
+from cuboid.comm.collectives import all_reduce, from_all
 from cuboid.comm.flight import Steps
 from cuboid.layers.activation import gelu, swiglu
 from cuboid.layers.product import Affine
-from cuboid.layers.randomness import key_of, normal
-from cuboid.mesh.layout import Spec
-from cuboid.mesh.mesh import Mesh
+from cuboid.layers.randomness import key_of
+from cuboid.mesh.layout import Spec, shard_of
 from cuboid.mesh.place import Place
 from cuboid.model.freeze import matching
+from cuboid.model.module import Module, declared, initialise
 from cuboid.model.parallel import Parallel, Role
 from cuboid.step.op import Layer, Local, chain, fit, recomputed, residual
+from cuboid.step.pipeline import Split, orders
+from cuboid.step.play import Player
+from cuboid.step.post import border
 from cuboid.step.runner import At, Runner, Stage
 from cuboid.step.schedule import Order
 from cuboid.step.weights import Bucket, Gathered
-
-
-class Declared(NamedTuple):
-    """A parameter as the whole model has it: how it is cut, and its first value, `mean` + normal(`std`)."""
-
-    spec: Spec
-    std: float
-    mean: float
-
-
-class Module(nn.Module):
-    """A module that declares its parameters by their global shapes and holds this rank's shards."""
-
-    def __init__(self, parallel: Parallel) -> None:
-        super().__init__()
-        self.parallel = parallel
-        self.declared: dict[str, Declared] = {}
-
-    def declare(self, name: str, role: Role, *shape: int, std: float = 0.0, mean: float = 0.0) -> nn.Parameter:
-        spec, mesh = self.parallel.spec(role, shape), self.parallel.mesh
-        shard = torch.empty(spec.local_shape(mesh.cuboid, mesh.coordinates), device=mesh.device)
-        self.declared[name] = Declared(spec, std, mean)
-        parameter = nn.Parameter(shard)
-        self.register_parameter(name, parameter)
-        return parameter
-
-
-def declared(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Declared]]:
-    """Every parameter below `module` with its name and declaration."""
-    for path, child in module.named_modules():
-        if isinstance(child, Module):
-            for name, declaration in child.declared.items():
-                yield f"{path}.{name}".lstrip("."), child.get_parameter(name), declaration
-
-
-@torch.no_grad()
-def initialise(module: nn.Module, seed: int) -> None:
-    """First values by seed, name and global index: the same model on every cuboid. A rank makes its shards alone."""
-    for name, parameter, (spec, std, mean) in declared(module):
-        parameter.fill_(mean)
-        if std:
-            mesh = next(m for m in module.modules() if isinstance(m, Module)).parallel.mesh
-            ranges = spec.ranges(mesh.cuboid, mesh.coordinates)
-            parameter.add_(normal(key_of(seed, name), spec.shape, ranges, std).to(parameter))
 
 
 class LayerModule(Module):
@@ -108,9 +67,9 @@ class Linear(Module):
 class Table(Module):
     """Rows to look up, split like the head's weight, which it can be as well."""
 
-    def __init__(self, parallel: Parallel, rows: int, d: int, std: float) -> None:
+    def __init__(self, parallel: Parallel, rows: int, d: int, std: float, pipe: Sequence[int] = ()) -> None:
         super().__init__(parallel)
-        self.rows, self.weight = rows, self.declare("weight", "table", rows, d, std=std)
+        self.rows, self.weight = rows, self.declare("weight", "table", rows, d, std=std, pipe=pipe)
 
     def lookup(self, positions: "Table | None" = None) -> Layer:
         """ids -> residual: the tokens' rows, plus those of their positions."""
@@ -196,7 +155,8 @@ class Block(LayerModule):
 class Model(nn.Module):
     """A model of stages. A subclass makes its modules, lists its stages in `stages`, and calls `finish`.
 
-    The last stage gives the sum of losses and how many count; the model's loss is their quotient over all ranks.
+    The last stage gives the sum of losses and how many count; the model's loss is their quotient over all ranks. A
+    subclass that can be a pipeline makes the modules of its rank alone, and lists them in `segments`.
     """
 
     def __init__(self, parallel: Parallel) -> None:
@@ -204,6 +164,7 @@ class Model(nn.Module):
         self.parallel = parallel
         self.dropout_state: Tensor
         self._buckets: dict[nn.Module, Bucket] = {}
+        self._known: list[tuple[str, dict[str, Any], str, nn.Parameter]] = []  # where modules have their parameters
         self._replicated: dict[int, list[nn.Parameter]] = {}  # parameters by the number of ranks that hold each
         # its seed, and how many forwards have had it: saved with the weights, so that a loop resumes with the next
         self.register_buffer("dropout_state", torch.zeros(2, dtype=torch.int64), bool(parallel.config.dropout))
@@ -212,34 +173,69 @@ class Model(nn.Module):
         """In the order of forward."""
         raise NotImplementedError("a Model lists its stages")
 
-    def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> None:
-        """Check the stages, and give every parameter its first value by `seed`, or none yet."""
-        stages, mesh = self.stages(), self.parallel.mesh
-        self._check(stages)
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(dtype)
-        for module in dict.fromkeys(module for stage in stages for module in stage.needs):
-            # before there are values: buckets move the shards, and what is empty takes no memory
-            self._buckets[module] = Bucket({p: d.spec for _, p, d in declared(module)}, mesh, self.parallel.dtype)
+    def segments(self) -> Mapping[int, Sequence[Stage]]:
+        """The stages of a pipeline that this rank has, by their numbers, each with the stages of the model in it."""
+        if self.parallel.mesh.pipe.size > 1:
+            raise ValueError(
+                f"{type(self).__name__} is not written as a pipeline, and the mesh has pipe="
+                f"{self.parallel.mesh.pipe.size}; use pipe=1, or override `segments` as Transformer does"
+            )
+        return {0: self.stages()}
+
+    def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32, wraps: bool = False) -> None:
+        """Check the stages, and give every parameter its first value by `seed`, or none yet. `wraps`: on a pipe, the
+        first place and the last share parameters."""
+        segments, mesh = self.segments(), self.parallel.mesh
+        self._check([stage for each in segments.values() for stage in each], ends=self.split.last in segments)
+        for _, parameter, d in declared(self):
+            self._replicated.setdefault(d.spec.copies(mesh.cuboid), []).append(parameter)
+        for path, module in self.named_modules():
+            found = module._parameters
+            self._known += [(f"{path}.{name}", found, name, p) for name, p in found.items() if p is not None]
+        super()._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+        self.lanes = mesh.lanes(wraps or self.split.last >= mesh.pipe.size)
+        self._run(segments)  # before there are values: buckets move the shards, and what is empty takes no memory
         if seed is not None:
             initialise(self, seed)
             self.dropout_seed = seed
-        for _, parameter, d in declared(self):
-            self._replicated.setdefault(d.spec.copies(mesh.cuboid), []).append(parameter)
-        self.runner = self.runner_of(stages)
+
+    def _run(self, segments: Mapping[int, Sequence[Stage]]) -> None:
+        """Make what runs the stages, of the parameters as they lie now."""
+        mesh, dtype = self.parallel.mesh, self.parallel.dtype
+        stages = [stage for each in segments.values() for stage in each]
+        for module in dict.fromkeys(module for stage in stages for module in stage.needs):
+            self._buckets[module] = Bucket({p: d.spec for _, p, d in declared(module)}, mesh, dtype)
+        self.player = self.player_of(segments)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Model":
+        """What `to`, `double` and the like do. The device is the mesh's."""
+        device = self.parallel.mesh.device
+        found = fn(torch.empty(0, device=device)).device
+        if found.type != device.type:
+            raise ValueError(f"the model's mesh is of {device}, not {found}; make the model on Mesh(…, device={found})")
+        super()._apply(fn, recurse)
+        self._run(self.segments())
+        return self
+
+    @cached_property
+    def split(self) -> Split:
+        """Of the model's blocks over the stages of a pipeline."""
+        return Split.of(self.parallel.config.layers, self.parallel.mesh.pipe.size, self.parallel.schedule)
 
     def freeze(self, pattern: str) -> None:
         """Train no parameter whose name the regular expression `pattern` is found in ("embed|blocks.0"), as
         `requires_grad_(False)` of these would. Raises if it is found in none."""
+        if pattern and self.parallel.mesh.pipe.size > 1:
+            raise ValueError(f"freeze={pattern!r} on pipe={self.parallel.mesh.pipe.size} is not supported; use pipe=1")
         parameters = {name: parameter for name, parameter, _ in declared(self)}
         for name in matching(pattern, list(parameters)):
             parameters[name].requires_grad_(False)
 
-    def _check(self, stages: Sequence[Stage]) -> None:
+    def _check(self, stages: Sequence[Stage], ends: bool = True) -> None:
         if not stages:
             raise ValueError(f"{type(self).__name__} lists no stages; a model has at least one, which gives the loss")
         fit([stage.name for stage in stages], [stage.layer for stage in stages])
-        if stages[-1].layer.gives != "loss":
+        if ends and stages[-1].layer.gives != "loss":
             raise ValueError(f"the last stage, {stages[-1].name}, gives no loss; end with head_loss or own_loss")
         in_stages: dict[nn.Parameter, tuple[Stage, Any]] = {}
         for stage in stages:
@@ -257,18 +253,36 @@ class Model(nn.Module):
             shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ValueError(f"{shown}: in no stage, so no step would train them; name their module in a stage")
 
-    def runner_of(self, stages: Sequence[Stage]) -> Runner:
-        parallel = self.parallel
-        sums_over = [getattr(parallel.mesh, name) for name in parallel.sums_over]
-        return Runner(stages, self._buckets, parallel.schedule, sums_over, parallel.retain_weights)
+    def player_of(self, segments: Mapping[int, Sequence[Stage]]) -> Player:
+        """Of this rank's stages of a pipeline; between them messages arrive and depart."""
+        parallel, mesh, last, runners = self.parallel, self.parallel.mesh, self.split.last, {}
+        sums_over = [getattr(mesh, name) for name in parallel.sums_over]
+        arrive, depart = border(next(iter(self._buckets.values())).dtype.itemsize)
+        for number, stages in segments.items():
+            before, after = [Stage("arrive", arrive)] * (number > 0), [Stage("depart", depart)] * (number < last)
+            options = parallel.schedule, sums_over, parallel.retain_weights, mesh.pipe.size == 1
+            runners[number] = Runner([*before, *stages, *after], self._buckets, *options)
+        shared = [p for _, p, d in declared(self) if len(d.spec.pipe) > 1]
+        return Player(runners, self.split, mesh.pipe, self.lanes, shared)
 
+    @torch.compiler.disable  # the schedule compiles what pays (Schedule.compile)
     def forward(
         self, inputs: Tensor, targets: Tensor, place: Place, loss: Any = None, dropout: int | None = None
     ) -> Tensor:
         """The loss of a batch, the mean over all ranks. Inputs and targets are this rank's part of the batch, taken by
         `place.take` (token ids) or `place.take_features`. `loss` has options of the loss. In training mode dropout has
-        the seed `dropout`, or that of the next forward; `eval()` turns it off."""
-        return self.runner(inputs, At(place, targets, loss, self._dropout(dropout)))
+        the seed `dropout`, or that of the next forward; `eval()` turns it off. On a pipe, `play` trains: there a
+        backward needs messages."""
+        self._check_call(inputs, targets, place)
+        at = At(place, targets, loss, self._dropout(dropout))
+        if self.parallel.mesh.pipe.size == 1:
+            return self.player.runners[0](inputs, at)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            raise ValueError(
+                f"a backward over pipe={self.parallel.mesh.pipe.size} goes through other ranks, and autograd knows "
+                "this one alone; train with `model.play([(inputs, At(place, targets))])`, or use torch.no_grad()"
+            )
+        return self.player.forward(inputs, at)
 
     @property
     def dropout_seed(self) -> int:
@@ -295,9 +309,34 @@ class Model(nn.Module):
     ) -> list[Tensor]:
         """Forward and backward of several micro-batches, in an order (step/schedule.py) or as the schedule says; their
         losses. The gradient of `scale` times the mean of the losses is added to the parameters', as `backward()` does,
-        and summed over replicas once."""
+        and summed over replicas once. On a pipe the order is the schedule's."""
+        pipe = self.parallel.mesh.pipe.size
+        if order is not None and pipe > 1:
+            raise ValueError(f"an order of your own is of one stage, but pipe={pipe}; choose a schedule by its name")
+        for inputs, at in batches:
+            self._check_call(inputs, at.targets, at.place)
         batches = [(inputs, replace(at, seed=self._dropout(at.seed))) for inputs, at in batches]
-        return self.runner.play(batches, order or self.parallel.schedule.order(len(batches)), scale)
+        return self.player.play(
+            batches, [order] if order else orders(self.parallel.schedule, pipe, len(batches)), scale
+        )
+
+    def _check_call(self, inputs: Tensor, targets: Tensor | None, place: Place) -> None:
+        """Raise where a step would silently do something else than it seems to."""
+        if torch.is_autocast_enabled(inputs.device.type):
+            raise ValueError(
+                "torch.autocast does not reach the model's products; say what they compute in when you make the model: "
+                "CuboidParallel(config, mesh, dtype=torch.bfloat16)"
+            )
+        for name, found, key, parameter in self._known:
+            if found.get(key) is not parameter:
+                raise ValueError(
+                    f"{name} was replaced, as functional_call, parametrizations, pruning and tying by assignment do; "
+                    "layers use the parameters the model was made with: copy values into them under torch.no_grad()"
+                )
+        for bucket in self._buckets.values():
+            bucket.check()
+        if 0 in self.player.runners:  # the others take the residual stream of the stage before
+            place.check(inputs, targets, features=self.player.runners[0].stages[0].layer.takes == "residual")
 
     @torch.no_grad()
     def gradient_square(self) -> Tensor:
@@ -305,7 +344,7 @@ class Model(nn.Module):
         Rows are summed in fp32 or better, their sums in fp64: within 1e-8 of fp64 throughout, ten times as fast."""
         total = torch.zeros((), dtype=torch.float64, device=self.parallel.mesh.device)
         for copies, parameters in self._replicated.items():
-            rows = [_row_norms(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            rows = [_row_norms(shard_of(parameter.grad)) for parameter in parameters if parameter.grad is not None]
             if rows:
                 total += torch.cat(rows).double().square().sum() / copies
         return total
@@ -314,20 +353,17 @@ class Model(nn.Module):
         """The norm of the whole model's gradient, exact on every rank: one small all-reduce over all ranks."""
         return all_reduce(self.gradient_square(), self.parallel.mesh.world).wait().sqrt()
 
-    def state(self) -> dict[str, DTensor]:
-        """The parameters under the whole model's names, as DTensors in the same memory: what is loaded into them, by
-        `torch.distributed.checkpoint` say, is the model's."""
-        mesh = self.parallel.mesh
-        return {name: d.spec.dtensor(parameter.detach(), mesh) for name, parameter, d in declared(self)}
-
-    def dtensors(self) -> dict[str, nn.Parameter]:
-        """The parameters as DTensors that any torch optimizer and `clip_grad_norm_` take as they take whole tensors:
-        they share the shards' memory, and backward leaves its gradients on them. Call it once."""
-        found = {}
-        for name, parameter, d in declared(self):
-            found[name] = nn.Parameter(d.spec.dtensor(parameter.detach(), self.parallel.mesh))
-            parameter.register_post_accumulate_grad_hook(_handing_to(found[name], d.spec, self.parallel.mesh))
-        return found
+    def specs(self) -> dict[str, Spec]:
+        """Of every parameter of the whole model, those of other ranks' stages too, in the order of the stages. All
+        ranks of a pipe call it."""
+        names = {parameter: name for name, parameter, _ in declared(self)}
+        mine = {
+            names[parameter]: (number, d.spec)
+            for number, stages in self.segments().items()
+            for _, parameter, d in (each for stage in stages for module in stage.needs for each in declared(module))
+        }
+        found = [each for place in from_all(mine, self.parallel.mesh.pipe) for each in place.items()]
+        return {name: spec for name, (_, spec) in sorted(found, key=lambda each: each[1][0])}
 
 
 @contextmanager
@@ -344,12 +380,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _row_norms(x: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dim=-1, dtype=wide).view(-1)
-
-
-def _handing_to(whole: nn.Parameter, spec: Spec, mesh: Mesh) -> Callable[[Tensor], None]:
-    def hand(shard: Tensor) -> None:
-        assert shard.grad is not None
-        gradient, shard.grad = spec.dtensor(shard.grad, mesh), None
-        whole.grad = gradient if whole.grad is None else whole.grad + gradient
-
-    return hand

@@ -1,7 +1,6 @@
 """The Transformer, written once for every `Parallel`."""
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,9 +9,8 @@ from torch import Tensor, nn
 from cuboid.mesh.place import Place
 from cuboid.model.nn import Block, Model, Norm, Table
 from cuboid.model.parallel import Parallel
-from cuboid.step.op import chain, recomputed
-from cuboid.step.runner import At, Runner, Stage
-from cuboid.step.schedule import Clock, interleave
+from cuboid.step.op import Layer, chain, recomputed
+from cuboid.step.runner import At, Stage
 
 #: What backward computes again rather than keep: nothing, attention, or everything inside a block.
 Recompute = Literal["none", "selective", "full"]
@@ -34,33 +32,59 @@ class Transformer(Model):
             raise ValueError(f"recompute={recompute!r} is not one of {', '.join(get_args(Recompute))}")
         c = self.config = parallel.config
         self.recompute = recompute
-        self.embed = Table(parallel, c.vocab, c.hidden, c.init_std)
-        self.positions = None if c.rotary else Table(parallel, c.context, c.hidden, c.init_std)
-        self.blocks: Sequence[Block] = nn.ModuleList(
-            Block(parallel, str(i), recompute == "selective") for i in range(c.layers)
-        )  # type: ignore[assignment]
-        self.norm = Norm(parallel, c.hidden, c.norm_bias)
-        self.head = None if c.tied else Table(parallel, c.vocab, c.hidden, c.init_std)
-        self.finish(seed, dtype)
+        pipe, stages = parallel.mesh.pipe, self.split.stages(parallel.mesh.pipe.index)
+        first, last, blocks = 0 in stages, self.split.last in stages, nn.ModuleList()
+        shared = (0, pipe.size - 1) if c.tied and pipe.size > 1 else ()
+        self.embed = Table(parallel, c.vocab, c.hidden, c.init_std, shared) if first or (last and c.tied) else None
+        self.positions = Table(parallel, c.context, c.hidden, c.init_std) if first and not c.rotary else None
+        for i in (i for stage in stages for i in self.split.layers(stage)):  # named as in the whole model
+            blocks.add_module(str(i), Block(parallel, str(i), recompute == "selective"))
+        self.blocks: Sequence[Block] = blocks  # type: ignore[assignment]
+        self.norm = Norm(parallel, c.hidden, c.norm_bias) if last else None
+        self.head = Table(parallel, c.vocab, c.hidden, c.init_std) if last and not c.tied else None
+        self.finish(seed, dtype, wraps=bool(c.tied))
 
     @property
     def classifier(self) -> Table:
         """The table of the head: its own, or the embedding's."""
-        return self.embed if self.head is None else self.head
+        table = self.embed if self.head is None else self.head
+        assert table is not None, "the last stage has the head"
+        return table
 
     def stages(self) -> Sequence[Stage]:
-        return [*self._trunk(), Stage("head", self.classifier.head_loss(), [self.classifier], again=False)]
+        return [*self._trunk(0), self._head()]
 
-    def _trunk(self) -> Sequence[Stage]:
-        """All but the head."""
-        embed, dropout = self.embed.lookup(self.positions), self.parallel.dropout("embed")
-        tables = [table for table in (self.embed, self.positions) if table is not None]
-        blocks = [recomputed(block) if self.recompute == "full" else block for block in self.blocks]
-        return [
-            Stage("embed", chain(embed, dropout) if self.config.dropout else embed, tables, again=False),
-            *(Stage(f"block {i}", layer, [self.blocks[i]]) for i, layer in enumerate(blocks)),
-            Stage("norm", self.norm),
-        ]
+    def segments(self) -> Mapping[int, Sequence[Stage]]:
+        if self.split.last == 0:
+            return {0: self.stages()}
+        if type(self).stages is not Transformer.stages:
+            raise ValueError(f"{type(self).__name__} lists stages of its own; override `segments` too, or use pipe=1")
+        return self._segments(self._head() if self.norm is not None else None)
+
+    def _head(self) -> Stage:
+        return Stage("head", self.classifier.head_loss(), [self.classifier], again=False)
+
+    def _segments(self, head: Stage | None) -> dict[int, Sequence[Stage]]:
+        """This rank's, with the `head` at the end of the last."""
+        mine, last = self.split.stages(self.parallel.mesh.pipe.index), self.split.last
+        return {i: [*self._trunk(i), *([head] if i == last and head is not None else [])] for i in mine}
+
+    def _trunk(self, number: int) -> Sequence[Stage]:
+        """All of a stage of the pipeline but the head."""
+        found = list[Stage]()
+        if number == 0:
+            assert self.embed is not None
+            embed, dropout = self.embed.lookup(self.positions), self.parallel.dropout("embed")
+            tables = [table for table in (self.embed, self.positions) if table is not None]
+            found.append(Stage("embed", chain(embed, dropout) if self.config.dropout else embed, tables, again=False))
+        for i in self.split.layers(number):
+            block = self.get_submodule(f"blocks.{i}")
+            layer: Layer = recomputed(block) if self.recompute == "full" else block  # type: ignore[arg-type, assignment]
+            found.append(Stage(f"block {i}", layer, [block]))
+        if number == self.split.last:
+            assert self.norm is not None
+            found.append(Stage("norm", self.norm))
+        return found
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, place: Place, caches: dict[Any, Any] | None = None) -> Tensor:
@@ -71,11 +95,18 @@ class Transformer(Model):
                 f"logits have no dropout, and the model is in training mode with dropout={self.config.dropout}; call "
                 "model.eval() first"
             )
-        task, _ = self._to_logits.outputs(tokens, At(place, train=False, caches=caches), clock := Clock())
-        (found,) = interleave([task], clock)
-        return torch.cat(found, 1)
+        super()._check_call(tokens, None, place)
+        at, shape = At(place, train=False, caches=caches), [len(each) for each in place.logits]
+        return self._to_logits.forward(tokens, at, shape)
 
-    @cached_property
-    def _to_logits(self) -> Runner:
-        """Of the same stages, with the logits in place of the head: made once, not for every token of a text."""
-        return self.runner_of([*self._trunk(), Stage("logits", self.classifier.logits(), [self.classifier])])
+    def _run(self, segments: Mapping[int, Sequence[Stage]]) -> None:
+        super()._run(segments)
+        head = Stage("logits", self.classifier.logits(), [self.classifier]) if self.norm is not None else None
+        self._to_logits = self.player_of(self._segments(head))
+
+    def _check_call(self, inputs: Tensor, targets: Tensor | None, place: Place) -> None:
+        if targets is None:
+            raise ValueError(
+                "targets=None: forward gives the loss of targets; for logits call model.logits(tokens, place)"
+            )
+        super()._check_call(inputs, targets, place)

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, CuboidParallel
 from cuboid.model.transformer import Transformer
@@ -57,6 +58,8 @@ def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: 
     if not 0 <= rank < cuboid.ranks:
         raise ValueError(f"rank {rank} is not one of the {cuboid.ranks} ranks of {cuboid}")
     work.config.check(cuboid, work.batch, work.seq)
+    if cuboid.pipe > 1:
+        raise ValueError(f"a dry run is of one stage, but pipe={cuboid.pipe}; use pipe=1, or cuboid verify --pipe")
     found: Counted = silently(_count, rank, cuboid.ranks, work, cuboid, choice, backend=backend)
     return found
 
@@ -81,7 +84,7 @@ def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
         mesh.ledger.reset()
         with count_flops() as flops:
             model(ids, ids, place).backward()
-        sizes = {p: p.numel() * p.element_size() for p in model.parameters()}
+        sizes = {p: shard_of(p).nbytes for p in model.parameters()}
     moments = 2 * sum(size for p, size in sizes.items() if p.requires_grad)
     total = flops.get_total_flops()
     return Counted(mesh.ledger.counts(), total, sum(sizes.values()), saved, memory.peak + moments)

@@ -12,6 +12,7 @@ NAMES = {
     "y": "activations (y)",
     "z": "activations (z)",
     "data": "gradients (data)",
+    "pipe": "other stages (pipe)",
     "world": "the norm",
 }
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from cuboid.mesh.layout import shard_of
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -52,7 +53,7 @@ class Memory(TorchDispatchMode):
         self._alive: dict[int, tuple[_Alive, weakref.ref[torch.UntypedStorage]]] = {}
         self._at_peak: list[_Alive] = []
         for parameter in module.parameters():
-            self._see(local(parameter), "parameters")
+            self._see(shard_of(parameter), "parameters")
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
@@ -71,8 +72,9 @@ class Memory(TorchDispatchMode):
             return NotImplemented  # a wrapper such as DTensor: it comes again with the tensors inside
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
-            if type(each) in (Tensor, nn.Parameter, FakeTensor):  # wrappers hold no memory of their own
-                self._see(each, _maker())
+            maker = _maker()
+            if type(each) in (Tensor, nn.Parameter, FakeTensor) and maker:  # wrappers hold no memory of their own
+                self._see(each, maker)
         return out
 
     def saved(self, loss: Tensor) -> int:
@@ -89,7 +91,7 @@ class Memory(TorchDispatchMode):
 
     def _call(self, tensor: Tensor, kind: str) -> None:
         """From now on known as `kind`, unless it is a parameter."""
-        found = self._alive.get(_identity(local(tensor)))
+        found = self._alive.get(_identity(shard_of(tensor)))
         if found is not None and found[0].kind != "parameters":
             found[0].kind = kind
 
@@ -115,15 +117,14 @@ def _identity(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _maker() -> str:
-    """The module of this package that the running operation was called from."""
+    """The module of this package that the running operation was called from. Nothing, where DTensor finds out what an
+    operation would give: on tensors of global shapes and without values."""
     frame = sys._getframe(2)
     while frame is not None:
         package, _, module = frame.f_globals.get("__name__", "").partition(".")
+        if module == "distributed.tensor._sharding_prop":
+            return ""
         if package == "cuboid":
             return "autograd" if frame.f_code.co_name == "measure" else module
         frame = frame.f_back  # type: ignore[assignment]

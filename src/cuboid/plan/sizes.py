@@ -40,10 +40,8 @@ class Sizes:
     def __init__(self, config: ModelConfig, cuboids: Sequence[Cuboid], node: int, batch: int, seq: int) -> None:
         c = self.c = config
         self.cuboids = cuboids
-        self.data, self.x, self.y, self.z = (
-            np.array([getattr(each, axis) for each in cuboids], dtype=np.int64) for axis in AXES
-        )
-        self.axes = {"data": self.data, "x": self.x, "y": self.y, "z": self.z}
+        self.axes = {axis: np.array([getattr(each, axis) for each in cuboids], dtype=np.int64) for axis in AXES}
+        self.pipe, self.data, self.x, self.y, self.z = self.axes.values()
         samples = batch // self.data
         self.context = self.x // np.gcd(samples, self.x)
         self.b = samples // np.gcd(samples, self.x)

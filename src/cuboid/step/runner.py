@@ -1,4 +1,4 @@
-"""Plays a model: stages over sub-batches and micro-batches, forward and backward, in an order that is data.
+"""Runs consecutive stages of a model over sub-batches of a micro-batch, forward and backward.
 
     forward     each sub-batch goes through the stages; what backward needs of it is a `Back` per stage
     backward    each sub-batch goes through the stages in reverse, and gives its `Back`s up as they run
@@ -10,7 +10,7 @@
 Backward ends with the lowest stage that has something to train: those below it save nothing.
 
 All state of a step lives in a `Pass` (between forward and backward of one micro-batch) and in `Sums`: so several
-forwards may be alive, in any order. Autograd sees one node.
+forwards may be alive, in any order (`step/play.py`). Autograd sees one node.
 """
 
 from collections import Counter
@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_reduce
-from cuboid.comm.flight import Message, Pause, Steps, run
+from cuboid.comm.flight import Message, Pause, Steps
+from cuboid.mesh.layout import sharded_as
 from cuboid.mesh.place import Place
 from cuboid.step.op import Back, Layer, nothing
-from cuboid.step.schedule import Clock, Move, Order, Schedule, Task, interleave
+from cuboid.step.schedule import Clock, Schedule, Task, interleave
 from cuboid.step.weights import MOST_IN_FLIGHT, Bucket, Gathered, Landing, Sums, Tensors
 
 
@@ -138,10 +139,10 @@ class Pass:
 
 class Runner:
     """Of a model's stages, with a bucket for each module they need. The last gives [sum of losses, how many count],
-    partial sums over the axes `sums_over`. With `retain` unsharded weights are kept from forward to backward.
+    partial sums over the axes `sums_over`. With `retain` unsharded weights are kept from forward to backward; without
+    `keep` not even those of the last block are, because other micro-batches' forwards come between.
 
-    `between` is called with the number of a stage when its input is there, and when the gradient of that is; `told`
-    with the moves of a step that begin.
+    `between` is called with the number of a stage when its input is there, and when the gradient of that is.
     """
 
     def __init__(
@@ -151,37 +152,36 @@ class Runner:
         schedule: Schedule,
         sums_over: Sequence[Axis] = (),
         retain: bool = False,
+        keep: bool = True,
     ) -> None:
         self.stages, self.schedule, self.sums_over = stages, schedule, sums_over
+        self.gives_loss = stages[-1].layer.gives == "loss"
         self._buckets = [[buckets[module] for module in stage.needs] for stage in stages]
         self._again = [each if stage.again else [] for stage, each in zip(stages, self._buckets, strict=True)]
-        self._uses = Counter(bucket for each in self._buckets for bucket in each)
-        self.parameters = [p for bucket in self._uses for p in bucket.parameters]
+        self.uses = Counter(bucket for each in self._buckets for bucket in each)
+        self.parameters = [p for bucket in self.uses for p in bucket.parameters]
         self.between: Callable[[int], None] | None = None
-        self.told: Callable[[Sequence[Move]], None] | None = None
         later = (set[Bucket]().union(*self._buckets[i + 1 :]) for i in range(len(stages)))
         self._for_later = [each if retain else set() for each in later]
-        self._for_backward = self._to_keep(retain)
+        self._for_backward = self._to_keep(retain, keep and schedule.prefetch)
 
-    def _to_keep(self, retain: bool) -> list[set[Bucket]]:
-        """The buckets whose weights stay for backward when forward leaves each stage: with prefetch those of the last
-        large one, with which backward begins; if they are to be retained, all."""
+    def _to_keep(self, retain: bool, last: bool) -> list[set[Bucket]]:
+        """The buckets whose weights stay for backward when forward leaves each stage: those of the `last` large one,
+        with which backward begins; if they are to be retained, all."""
         again = [set(each) for each in self._again]
         large = [i for i, each in enumerate(again) if any(p.dim() > 1 for bucket in each for p in bucket.parameters)]
-        first = large[-1:] if self.schedule.prefetch else []
+        first = large[-1:] if last else []
         return [each if retain or i in first else set() for i, each in enumerate(again)]
 
-    def _lowest(self, X: Tensor) -> int:
-        """The first stage whose backward anything needs."""
+    def _lowest(self, X: Tensor | Sequence[Any]) -> int:
+        """The first stage whose backward anything needs: where X comes from another rank, that."""
         trained = (any(p.requires_grad for bucket in each for p in bucket.parameters) for each in self._buckets)
-        return 0 if X.requires_grad else next((i for i, each in enumerate(trained) if each), len(self.stages))
-
-    def sums(self, passes: int = 1) -> Sums:
-        return Sums({bucket: passes * uses for bucket, uses in self._uses.items()})
+        needed = not isinstance(X, Tensor) or X.requires_grad
+        return 0 if needed else next((i for i, each in enumerate(trained) if each), len(self.stages))
 
     # Forward
 
-    def forward(self, X: Tensor, at: At, clock: Clock) -> Task:
+    def forward(self, X: Tensor | Sequence[Any], at: At, clock: Clock) -> Task:
         """Gives (loss, Pass): the mean loss over the tokens of all ranks."""
         task, passed = self.outputs(X, at, clock)
 
@@ -189,18 +189,18 @@ class Runner:
             total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
             for axis in self.sums_over:
                 total = all_reduce(total, axis).wait()
-            passed.count, clock.forward = total[1].clamp(min=1), False
+            passed.count = total[1].clamp(min=1)
             passed.early = [(partial(dict, land()), shrunk) for land, shrunk in passed.early]
             return total[0] / passed.count, passed
 
         return Task(task.steps, finish)
 
-    def outputs(self, X: Tensor, at: At, clock: Clock) -> tuple[Task, Pass]:
-        """Gives the last stage's Y of each sub-batch; the Pass is filled meanwhile."""
+    def outputs(self, X: Tensor | Sequence[Any], at: At, clock: Clock) -> tuple[Task, Pass]:
+        """Gives the last stage's Y of each sub-batch, of X whole or by sub-batch; the Pass is filled meanwhile."""
         ats = at.split(self.schedule.parts)
         passed, n = Pass([[] for _ in ats], clock, self._lowest(X)), len(ats)
         shelf = _Shelf(self._buckets, self._buckets, 1, passed.kept, n, self.schedule.prefetch, clock)
-        each = zip(X.chunk(n, 1), ats, passed.backs, strict=True)
+        each = zip(X.chunk(n, 1) if isinstance(X, Tensor) else X, ats, passed.backs, strict=True)
         return Task([self._through(*one, shelf, passed) for one in each], list), passed
 
     def _through(self, X: Any, at: At, backs: list[Back | None], shelf: _Shelf, passed: Pass) -> Steps:
@@ -229,18 +229,23 @@ class Runner:
 
     # Backward
 
-    def backward(self, passed: Pass, dloss: Tensor, sums: Sums, late: bool = False, leave: bool = False) -> Task:
-        """Gives dX of each sub-batch. If `late`, weight gradients are made when there is nothing else to do; what is to
-        be left (`leave`) is for `settle`."""
-        assert passed.count is not None
-        scale, parts = dloss / passed.count, len(passed.backs)
-        for land, shrunk in passed.early:
-            sums.put({p: gradient * (scale / shrunk) for p, gradient in land().items()})
-        passed.early.clear()
+    def backward(
+        self, passed: Pass, dY: Tensor | Sequence[Any], sums: Sums, late: bool = False, leave: bool = False
+    ) -> Task:
+        """Gives dX of each sub-batch, of dloss or of dY by sub-batch. If `late`, weight gradients are made when there
+        is nothing else to do; what is to be left (`leave`) is for `settle`."""
+        parts = len(passed.backs)
+        if isinstance(dY, Tensor):
+            assert passed.count is not None
+            scale = dY / passed.count
+            for land, shrunk in passed.early:
+                sums.put({p: gradient * (scale / shrunk) for p, gradient in land().items()})
+            passed.early.clear()
+            dY = [scale] * parts
         needed = [each if i >= passed.lowest else [] for i, each in enumerate(self._again)]
         shelf = _Shelf(self._buckets, needed, -1, passed.kept, parts, self.schedule.prefetch, passed.clock, late)
-        settled = None if leave else sums
-        return Task([self._back_through(scale, backs, shelf, passed.left, settled) for backs in passed.backs], list)
+        each, settled = zip(dY, passed.backs, strict=True), None if leave else sums
+        return Task([self._back_through(dY, backs, shelf, passed.left, settled) for dY, backs in each], list)
 
     def _back_through(
         self, dY: Any, backs: list[Back | None], shelf: _Shelf, left: list[Gathered], sums: Sums | None
@@ -261,46 +266,6 @@ class Runner:
                 if sums is not None:
                     yield from settle(left, sums, shelf.clock)
         return dY
-
-    # A step
-
-    @torch.no_grad()
-    def play(self, batches: Sequence[tuple[Tensor, At]], order: Order, scale: float = 1.0) -> list[Tensor]:
-        """Forward and backward of several micro-batches in an order; their losses. The gradient of `scale` times the
-        mean of the losses is added to the parameters' as `backward()` would."""
-        named = sorted({move.batch for moves in order for move in moves})
-        if not named or named != list(range(len(batches))):
-            raise ValueError(
-                f"the order is of micro-batches {named}, but there are {len(batches)} micro-batches; it must name each "
-                "of them, from 0 on"
-            )
-        clock, leave = Clock(), any(move.kind == "W" for moves in order for move in moves)
-        late = leave or any(len(moves) > 1 for moves in order)
-        sums = self.sums(len(batches))
-        dloss = torch.tensor(scale / len(batches), dtype=torch.float64, device=self.parameters[0].device)
-        losses, passes, left = dict[int, Tensor](), dict[int, Pass](), dict[int, list[Gathered]]()
-        for moves in order:
-            if self.told is not None:
-                self.told(moves)
-            tasks: dict[Move, Task] = {}
-            for move in moves:
-                kind, i = move
-                if kind == "F":
-                    tasks[move] = self.forward(*batches[i], clock)
-                elif kind == "B":
-                    left[i] = passes[i].left
-                    tasks[move] = self.backward(passes.pop(i), dloss, sums, late, leave)
-                else:
-                    run(settle(left.pop(i), sums, clock))
-            for (kind, i), found in zip(tasks, interleave(list(tasks.values()), clock), strict=True):
-                if kind == "F":
-                    losses[i], passes[i] = found
-        gradients = sums.finish()
-        mine = [p for p in self.parameters if p in gradients]
-        if mine:  # else all parameters are frozen
-            with torch.enable_grad():
-                _Gradients.apply([gradients.pop(p) for p in mine], *mine).backward()
-        return [losses[i] for i in range(len(batches))]
 
     def __call__(self, X: Tensor, at: At) -> Tensor:
         """The mean loss over the tokens of all ranks, which autograd differentiates."""
@@ -328,7 +293,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, X: Tensor, runner: Runner, at: At, *parameters: nn.Parameter) -> Tensor:
         ((loss, ctx.passed),) = interleave([runner.forward(X, at, clock := Clock())], clock)
-        ctx.runner = runner
+        ctx.runner, clock.forward = runner, False
         return loss
 
     @staticmethod
@@ -344,22 +309,9 @@ class _Step(torch.autograd.Function):
                 "forward again"
             )
         runner, passed, ctx.passed = ctx.runner, ctx.passed, None
-        sums = runner.sums()
+        sums = Sums(runner.uses)
         (dXs,) = interleave([runner.backward(passed, dloss, sums)], passed.clock)
         gradients = sums.finish()
         dX = torch.cat(dXs, 1) if ctx.needs_input_grad[0] else None
-        return dX, None, None, *(gradients.pop(p, None) for p in runner.parameters)
-
-
-class _Gradients(torch.autograd.Function):
-    """Hands gradients to autograd, which adds them up and calls the parameters' hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:
-        ctx.gradients = gradients
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, []
-        return None, *gradients
+        handed = (sharded_as(p, gradients.pop(p)) if p in gradients else None for p in runner.parameters)
+        return dX, None, None, *handed

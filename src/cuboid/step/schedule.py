@@ -8,6 +8,8 @@
                before is scattered. For a micro-batch that cannot be split
     compile    elementwise work is fused by torch.compile: values then differ in rounding
     beside     the forward of a micro-batch runs beside the backward of the one before it
+    pipeline   on a pipe: the name of an order of `step/pipeline.py`, with so many `stages` a rank, and how the blocks
+               are `split`: so many to each stage, evenly if none are given
 
 The order of a step is data: forwards F, backwards B and weight gradients W of numbered micro-batches, those joined by
 `+` beside each other. `"F0 F1+B0 B1"` runs two micro-batches, the second's forward beside the first's backward.
@@ -32,6 +34,9 @@ class Schedule:
     chunks: int = 1
     compile: bool = False
     beside: bool = False
+    pipeline: str = "1f1b"
+    stages: int = 1
+    split: tuple[int, ...] = ()
 
     @property
     def fuse(self) -> Fuse:
@@ -41,10 +46,20 @@ class Schedule:
         return beside(count) if self.beside else in_turn(count)
 
     def __post_init__(self) -> None:
-        for name in ("parts", "chunks"):
+        for name in ("parts", "chunks", "stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"a schedule of {name}={getattr(self, name)} is none; use 1 or more")
+        if self.pipeline not in PIPELINES:
+            raise ValueError(f"pipeline={self.pipeline!r} is not one of {', '.join(PIPELINES)}")
+        if (self.pipeline, self.stages > 1) in (("1f1b", True), ("interleaved", False)):
+            raise ValueError(
+                f"pipeline={self.pipeline!r} with {self.stages} stages a rank: 1f1b has one, interleaved two or more; "
+                "use the other name, or another number"
+            )
 
+
+#: Orders of a pipeline (step/pipeline.py)
+PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "beside")
 
 OFF, PREFETCH = Schedule(prefetch=False), Schedule()
 
@@ -53,10 +68,14 @@ OFF, PREFETCH = Schedule(prefetch=False), Schedule()
 
 
 class Move(NamedTuple):
-    """F: a forward, B: a backward, W: the weight gradients that it left."""
+    """F: a forward, B: a backward, W: the weight gradients that it left; of one stage of a pipeline."""
 
     kind: str
     batch: int
+    stage: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.batch}"
 
 
 Order = Sequence[Sequence[Move]]  # moves of one element run beside each other
@@ -151,8 +170,9 @@ class Clock:
         self._advance(self.now + work)
 
     def _pace(self) -> float:
-        """Of a byte on the link: a backward does twice its forward's work and sends as much."""
-        return 1.5 * self._work / self._sent if self._work else 1.0
+        """Of a byte on the link: a backward does twice its forward's work and sends as much. 1 where a forward sends or
+        computes nothing."""
+        return 1.5 * self._work / self._sent if self._work and self._sent else 1.0
 
     def _advance(self, moment: float) -> None:
         while self._left and self.now < moment:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter_each
 from cuboid.comm.flight import Message, landed
-from cuboid.mesh.layout import Spec, ceil_div, round_up
+from cuboid.mesh.layout import Spec, ceil_div, data_of, lay, round_up, shard_of
 from cuboid.mesh.mesh import Mesh
 
 Tensors = dict[nn.Parameter, Tensor]  # weights or gradients of some parameters
@@ -47,9 +47,11 @@ class Bucket:
         self._least = mesh.x.transport.least_alone // self.dtype.itemsize if self.gathers else 0
         self.messages = self._messages(self.lengths)
         if split:
-            flat = torch.cat([shard.detach().view(-1) for shard in split])
-            for shard, place in zip(split, flat.split([shard.numel() for shard in split]), strict=True):
-                shard.data = place.view(shard.shape)
+            shards = [shard_of(p) for p in split]
+            flat = torch.cat([shard.view(-1) for shard in shards]).split([shard.numel() for shard in shards])
+            for p, shard, place in zip(split, shards, flat, strict=True):
+                lay(p, place.view(shard.shape))
+        self._data = {p: data_of(p) for p in self.parameters}
 
     @cached_property
     def sent(self) -> float:
@@ -57,6 +59,14 @@ class Bucket:
         sizes, split = self.mesh.cuboid.sizes, [spec for spec in self.specs.values() if "x" in spec.cut_by]
         shards = [prod(spec.shape) / prod(sizes[axis] for axis in spec.cut_by) for spec in split]
         return sum(shards) * (sizes["x"] - 1) * self.dtype.itemsize
+
+    def check(self) -> None:
+        """Raise if values were given to a parameter in a way that does not reach its shard."""
+        if any(data_of(p) != data for p, data in self._data.items()):
+            raise ValueError(
+                "the data of a parameter was set (parameter.data = …), which a DTensor ignores; copy values into it: "
+                "with torch.no_grad(): parameter.copy_(…)"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Bucket":
         return Bucket({deepcopy(p, memo): spec for p, spec in self.specs.items()}, self.mesh, self.dtype)
@@ -74,7 +84,7 @@ class Bucket:
         flight = all_gather(self._packed(), x, sizes) if self.gathers else landed(self._packed())
 
         def land() -> Tensors:
-            whole = {p: p.detach() for p in self.parameters if p not in self.lengths}
+            whole = {p: shard_of(p) for p in self.parameters if p not in self.lengths}
             parts = flight.wait().split_with_sizes([x.size * size for size in sizes])
             for message, part in zip(self.messages, parts, strict=True):
                 for p, weight in zip(message, by_weight(part.view(x.size, -1), list(message.values())), strict=True):
@@ -87,7 +97,7 @@ class Bucket:
 
     def _packed(self) -> Tensor:
         """The shards as they travel: where they lie, unless some are short or linears compute in another dtype."""
-        shards = [(p.detach().view(-1), length) for p, length in self.lengths.items()]
+        shards = [(shard_of(p).view(-1), length) for p, length in self.lengths.items()]
         parts = [F.pad(shard, (0, n - len(shard))) if len(shard) < n else shard for shard, n in shards]
         return joined(parts).to(self.dtype) if parts else torch.empty(0)
 
@@ -107,7 +117,8 @@ class Bucket:
 
         def land() -> Tensors:
             for p, part in zip(sent, flight.wait().split_with_sizes(list(sent.values())), strict=True):
-                gradients[p] = part[: p.numel()].view(p.shape)
+                shard = shard_of(p)
+                gradients[p] = part[: shard.numel()].view(shard.shape)
             return gradients
 
         return land
@@ -308,10 +319,10 @@ def sum_over(axis: Axis, gradients: Tensors) -> Landing:
     if axis.size == 1 or not gradients:
         return lambda: gradients
     flight = all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients.values()]), axis)
-    parameters = list(gradients)
+    shapes = {p: gradient.shape for p, gradient in gradients.items()}
 
     def land() -> Tensors:
-        parts = flight.wait().split([p.numel() for p in parameters])
-        return {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
+        parts = flight.wait().split([shape.numel() for shape in shapes.values()])
+        return {p: part.view(shape) for (p, shape), part in zip(shapes.items(), parts, strict=True)}
 
     return land

@@ -12,7 +12,6 @@ With three copies or more the rank in the minority is named, with two both are.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import product as pairs
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ from cuboid.comm.journal import listed
 from cuboid.layers.product import multiply
 from cuboid.layers.randomness import key_of, normal
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Spec
-from cuboid.model.nn import declared
+from cuboid.mesh.layout import Spec, shard_of
+from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
 from cuboid.run.watch import RankError
 from cuboid.train.checkpoint import MOMENTS
@@ -50,23 +49,24 @@ def check(model: Transformer, optimizer: torch.optim.Optimizer, step: int, every
 
 def checksum(x: Tensor) -> Tensor:
     """The sum of its bits as integers: one flipped bit changes it."""
-    return x.detach().contiguous().view(BITS[x.element_size()]).sum(dtype=torch.int64)
+    return x.contiguous().view(BITS[x.element_size()]).sum(dtype=torch.int64)
 
 
 def differing_copies(model: Transformer, optimizer: torch.optim.Optimizer) -> Iterator[str]:
     mesh = model.parallel.mesh
-    held: list[tuple[str, Tensor, Spec]] = []
-    for name, parameter, d in declared(model):
-        if d.spec.copies(mesh.cuboid) > 1:
-            state = optimizer.state.get(parameter, {})  # none of a frozen one
-            moments = [(f"{moment} of {name}", state[moment], d.spec) for moment in MOMENTS if moment in state]
-            held += [(name, parameter, d.spec), *moments]
+    mine = {name: parameter for name, parameter, _ in declared(model)}
+    held, checksums = list[tuple[str, Spec]](), list[Tensor]()
+    for name, spec in model.specs().items():
+        if spec.copies(mesh.cuboid) > 1:
+            held += [(name, spec), *((f"{moment} of {name}", spec) for moment in MOMENTS)]
+            state = optimizer.state.get(mine[name], {}) if name in mine else {}  # none of a frozen one
+            tensors = [mine.get(name), *(state.get(moment) for moment in MOMENTS)]
+            checksums += [checksum(torch.empty(0, device=mesh.device) if x is None else shard_of(x)) for x in tensors]
     if not held:
         return
-    sums = all_gather(torch.stack([checksum(x) for _, x, _ in held])[None], mesh.world).wait().cpu()
-    for i, (name, _, spec) in enumerate(held):
-        holders = torch.from_numpy(mesh.cuboid.array((*spec.cut_by, *spec.replicated)))
-        holders = holders.reshape(-1, spec.copies(mesh.cuboid))
+    sums = all_gather(torch.stack(checksums)[None], mesh.world).wait().cpu()
+    for i, (name, spec) in enumerate(held):
+        holders = torch.from_numpy(spec.holders(mesh.cuboid))
         copies = sums[:, i][holders]
         for line in (copies != copies[:, :1]).any(1).nonzero().flatten().tolist():
             yield blame(f"copies of {name}", dict(zip(holders[line].tolist(), copies[line].tolist(), strict=True)))
@@ -75,12 +75,13 @@ def differing_copies(model: Transformer, optimizer: torch.optim.Optimizer) -> It
 def differing_products(model: Transformer, turn: int) -> Iterator[str]:
     mesh = model.parallel.mesh
     world, times = mesh.world, min(3, mesh.world.size)
-    weights = [(name, p, d.spec) for name, p, d in declared(model) if p.dim() == 2]
+    of = model if mesh.pipe.size == 1 else next(iter(model.blocks))  # every stage has blocks
+    weights = [(name, shard_of(p), d.spec) for name, p, d in declared(of) if p.dim() == 2]
     name, weight, spec = weights[turn % len(weights)]
     n, k = least(spec, mesh.cuboid)
     if times == 1 or not n * k:
         return
-    shard = weight.detach()[:n, :k].to(model.parallel.dtype or weight.dtype)
+    shard = weight[:n, :k].to(model.parallel.dtype or weight.dtype)
     X = normal(key_of(turn, name), (ROWS, k), ((0, ROWS), (0, k)), 1.0).to(shard)
     mine = torch.stack([product_of(X, shift(shard, world, by).wait()) for by in range(times)])
     sums = all_gather(mine[None], world).wait().tolist()
@@ -91,8 +92,8 @@ def differing_products(model: Transformer, turn: int) -> Iterator[str]:
 
 
 def least(spec: Spec, cuboid: Cuboid) -> tuple[int, ...]:
-    """What every rank's shard has at least, in each dim: cuts may be uneven."""
-    places = [dict(zip(cuboid.sizes, at, strict=True)) for at in pairs(*(range(n) for n in cuboid.sizes.values()))]
+    """What every shard has at least, in each dim: cuts may be uneven."""
+    places = [cuboid.coordinates(rank) for rank in spec.holders(cuboid).flatten().tolist()]
     return tuple(min(sizes) for sizes in zip(*(spec.local_shape(cuboid, at) for at in places), strict=True))
 
 

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from cuboid.comm.collectives import from_all, from_first
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.freeze import matching
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
 from cuboid.train import manifest
 from cuboid.train.manifest import Damaged, Sum
@@ -38,14 +39,14 @@ def tensors(model: Transformer, optimizer: torch.optim.Optimizer | None, copy: b
     """Every tensor of a checkpoint by its name; as they are, or copied to the host. Frozen ones have no moments."""
     mesh, found = model.parallel.mesh, {}
 
-    def put(name: str, local: Tensor, spec: Any) -> None:
-        found[name] = spec.dtensor(local.detach().to("cpu", copy=True) if copy else local.detach(), mesh)
+    def put(name: str, shard: Tensor, spec: Any) -> None:
+        found[name] = spec.dtensor(shard.to("cpu", copy=True) if copy else shard, mesh)
 
     for name, parameter, d in declared(model):
-        put(f"model.{name}", parameter, d.spec)
+        put(f"model.{name}", shard_of(parameter), d.spec)
         if optimizer is not None and parameter in optimizer.state:
             for moment in MOMENTS:
-                put(f"optimizer.{moment}.{name}", optimizer.state[parameter][moment], d.spec)
+                put(f"optimizer.{moment}.{name}", shard_of(optimizer.state[parameter][moment]), d.spec)
     return found
 
 

@@ -16,6 +16,8 @@ from cuboid.mesh.cuboid import AXES, Cuboid
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.freeze import Trained
 from cuboid.model.presets import PRESETS
+from cuboid.step.pipeline import Split, orders
+from cuboid.step.schedule import Schedule
 from cuboid.train.keys import assignment, build, flatten, key, keys, toml, value_of, write
 from cuboid.train.origin import Origin
 
@@ -70,7 +72,7 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class CuboidSection:
-    """the block of devices: x·y·z·data ranks"""
+    """the block of devices: x·y·z·data·pipe ranks"""
 
     x: int = key(2, "cuts the batch (and the sequence, where the batch is short) and every weight", at_least=1)
     y: int = key(2, "cuts heads, the MLP's inner width, the vocabulary", at_least=1)
@@ -78,7 +80,12 @@ class CuboidSection:
     data: int = key(1, "copies of the whole cuboid, each with its own samples", at_least=1)
     order: tuple[str, ...] = key(AXES, "axes from the slowest over ranks to the fastest")
     others: tuple[str, ...] = key(
-        (), 'such as "1x2x2" or, with data, "1x2x2x2": for other numbers of ranks that torchrun may start; else planned'
+        (),
+        'such as "1x2x2", "1x2x2x2" with data, "1x2x2x1x2" with pipe: for other numbers of ranks that torchrun may '
+        "start; else planned",
+    )
+    pipe: int = key(
+        1, "stages of a pipeline, of consecutive blocks, each on a cuboid (and data copies) of its own", at_least=1
     )
 
 
@@ -160,6 +167,11 @@ class OverlapSection:
     chunks: int = key(0, "of a product's tokens, multiplied while others are sent; 1: none, 0: what suits", at_least=0)
     compile: bool = key(False, "fuse elementwise work with torch.compile")
     beside: bool = key(False, "run the forward of a micro-batch beside the backward of the one before it")
+    pipeline: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "beside"] = key(
+        "1f1b", "with cuboid.pipe: the order of forwards and backwards of micro-batches"
+    )
+    stages: int = key(0, "with cuboid.pipe: stages of each rank; 0: two if interleaved, else one", at_least=0)
+    split: tuple[int, ...] = key((), "with cuboid.pipe: blocks of each stage, first to last; empty: evenly")
 
 
 @dataclass(frozen=True)
@@ -262,19 +274,28 @@ class TrainConfig:
 
     def cuboid_shape(self) -> Cuboid:
         c = self.cuboid
-        return Cuboid(c.x, c.y, c.z, c.data, c.order)
+        return Cuboid(c.x, c.y, c.z, c.data, c.order, pipe=c.pipe)
+
+    def schedule_on(self, cuboid: Cuboid, parts: int = 1, chunks: int = 1) -> Schedule:
+        """What overlaps with what. Without a pipe nothing is said of it."""
+        o = self.overlap
+        stages = o.stages or (2 if o.pipeline == "interleaved" else 1)
+        pipeline = ("beside" if o.beside else o.pipeline, stages, o.split) if cuboid.pipe > 1 else ()
+        return Schedule(o.prefetch, parts, chunks, o.compile, o.beside, *pipeline)
 
     def other_cuboids(self) -> list[Cuboid]:
         """For other numbers of ranks."""
         order, found = ",".join(self.cuboid.order), []
         for text in self.cuboid.others:
             sizes = text.replace("x", ",").replace("×", ",").split(",")
-            data = sizes.pop().strip() if len(sizes) == 4 else "1"
-            if not data.isdigit():
+            more = [size.strip() for size in sizes[3:]]
+            if len(more) > 2 or not all(size.isdigit() for size in more):
                 raise ValueError(
-                    f"cuboid.others: {toml(text)} is not three or four sizes; write such as 1x2x2 or 1x2x2x2"
+                    f"cuboid.others: {toml(text)} is not three to five sizes, x, y, z, data, pipe; write such as 1x2x2 "
+                    "or 1x2x2x2"
                 )
-            found.append(Cuboid.parse(",".join(sizes), int(data), order))
+            data, pipe = (int(size) for size in (*more, "1", "1")[:2])
+            found.append(Cuboid.parse(",".join(sizes[:3]), data, order, pipe))
         return found
 
     def check(self) -> None:
@@ -309,14 +330,18 @@ class TrainConfig:
                 f"data.batch = {data.batch} cannot be cut into data.micro_batches · cuboid.data = {parts}; "
                 f"use {' or '.join(map(str, near))}"
             )
-        model = self.model_config(self.model.vocab or 1)
+        model, schedule = self.model_config(self.model.vocab or 1), self.schedule_on(cuboid)
         model.check(cuboid, data.batch // data.micro_batches, data.seq)
+        Split.of(model.layers, cuboid.pipe, schedule)
+        orders(schedule, cuboid.pipe, data.micro_batches)
         try:
             trained = Trained(model, self.model.freeze)
         except ValueError as error:
             raise ValueError(f"model.{error}") from None
         if trained.nothing:
             raise ValueError(f"model.freeze = {toml(self.model.freeze)} leaves nothing to train; freeze less")
+        if self.model.freeze and cuboid.pipe > 1:
+            raise ValueError(f"model.freeze with cuboid.pipe = {cuboid.pipe} is not supported; use pipe = 1")
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = (), preset: str = "") -> TrainConfig:

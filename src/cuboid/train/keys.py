@@ -46,7 +46,7 @@ def key(
 @dataclass(frozen=True)
 class Key:
     name: str
-    kind: Any  # the annotation: int, float, str, tuple[str, ...], or bool and Literal, alone or joined by |
+    kind: Any  # the annotation: int, float, str, a tuple of int or str, or bool and Literal, alone or joined by |
     default: Any
     rule: Rule
 
@@ -63,7 +63,7 @@ class Key:
     def rule_text(self) -> str:
         if self.choices:
             return "one of " + ", ".join(toml(choice) for choice in self.choices)
-        names = {int: "a whole number", float: "a finite number", str: "a text"}
+        names = {int: "a whole number", float: "a finite number", str: "a text", tuple[int, ...]: "a list of numbers"}
         text = names.get(self.kind, "a list of texts")
         rule = self.rule
         limits = [
@@ -86,7 +86,7 @@ class Key:
             ok = isinstance(value, str)
             value = _absolute(value) if ok and self.rule.path else value
         else:
-            ok = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+            ok = isinstance(value, list | tuple) and all(type(item) is get_args(self.kind)[0] for item in value)
             value = tuple(_absolute(item) if self.rule.path else item for item in value) if ok else value
         if not ok:
             raise ValueError(f"{self.name} = {toml(value)} must be {self.rule_text}; {self._remedy(value)}")
@@ -104,7 +104,9 @@ class Key:
             return text
         if get_origin(self.kind) is tuple and not isinstance(value, list):
             quoted = isinstance(value, str) and not bare
-            return [value] if quoted else [part.strip() for part in text.split(",") if part.strip()]
+            parts = [value] if quoted else [part.strip() for part in text.split(",") if part.strip()]
+            numbers = get_args(self.kind)[0] is int and all(part.isdecimal() for part in parts)
+            return [int(part) for part in parts] if numbers else parts
         return value
 
     def _within(self, value: float) -> bool:

@@ -24,7 +24,7 @@ def schedule_of(config: TrainConfig, model: ModelConfig, apart: bool) -> Schedul
     d, asked, itemsize = config.data, config.overlap, (COMPUTE[config.precision.dtype] or torch.float32).itemsize
     suits = suitable_schedule(model, config.cuboid_shape(), d.batch // d.micro_batches, d.seq, itemsize, apart)
     parts, chunks = asked.parts or suits.parts, asked.chunks or suits.chunks
-    return Schedule(asked.prefetch, parts, chunks, asked.compile, asked.beside)
+    return config.schedule_on(config.cuboid_shape(), parts, chunks)
 
 
 def on_one_device(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:

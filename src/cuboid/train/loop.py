@@ -17,11 +17,13 @@ from cuboid.comm.collectives import from_all, from_first
 from cuboid.device import peak_memory
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of
+from cuboid.mesh.layout import shard_of
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
 from cuboid.model.freeze import matching, parameter_names
 from cuboid.model.generate import Sampling, generate
-from cuboid.model.nn import declared, evaluating
+from cuboid.model.module import declared
+from cuboid.model.nn import evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Transformer
 from cuboid.run.launch import World
@@ -271,13 +273,13 @@ def _tensors(names: Collection[object]) -> str:
 
 def introduction(trainer: Trainer, folder: Path, changed: str = "") -> str:
     c, d, cuboid = trainer.model.config, trainer.config.data, trainer.model.parallel.mesh.cuboid
-    held = sum(p.numel() for p in trainer.model.parameters())
+    held = sum(shard_of(p).numel() for p in trainer.model.parameters())
     frozen = [d.spec for _, p, d in declared(trainer.model) if not p.requires_grad]
     text = ", ".join(d.paths) or "Python's own library"
     lines = [
         f"model   {c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {c.parameters:,} parameters, "
         f"{held:,} on rank 0",
-        f"cuboid  {cuboid}, {cuboid.ranks} ranks, {trainer.config.precision.dtype}",
+        f"cuboid  {cuboid}, {cuboid.ranks} ranks, {trainer.config.precision.dtype}{pipeline_of(trainer)}",
         f"data    {len(trainer.corpus.train):,} tokens of {text}; {d.batch} × {d.seq} tokens a step",
         f"run     {folder}",
     ]
@@ -289,6 +291,12 @@ def introduction(trainer: Trainer, folder: Path, changed: str = "") -> str:
     if changed:
         lines.append(changed)
     return "\n".join(lines)
+
+
+def pipeline_of(trainer: Trainer) -> str:
+    split, schedule = trainer.model.split, trainer.model.parallel.schedule
+    blocks = " + ".join(map(str, split.blocks))
+    return f"; {schedule.pipeline}, stages of {blocks} layers" if split.pipe > 1 else ""
 
 
 def open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFolder | None:
@@ -320,7 +328,7 @@ def keep_trace(trainer: Trainer, recorder: Recorder, folder: Path) -> None:
     if mesh.rank == 0:
         save_trace(traces, folder / "trace.json")
         parts = len(trainer.place.parts(trainer.model.parallel.schedule.parts))
-        title = f"Layer {recorder.layer + 1} of {len(trainer.model.blocks)}, rank 0 of {mesh.cuboid}"
+        title = f"Layer {recorder.layer + 1} of {trainer.model.config.layers}, rank 0 of {mesh.cuboid}"
         if parts > 1:
             title += f". On: from the first of {parts} parts to the last, with other layers' parts between"
         draw_layer({"schedule off": off, "schedule on": traces[0]}, title, folder / "timeline.png")

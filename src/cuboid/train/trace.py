@@ -17,7 +17,15 @@ from cuboid.comm.ledger import Span
 from cuboid.mesh.cuboid import AXES
 
 LANES = ("compute", *AXES, "world")
-COLOURS = {"compute": "#444444", "x": "#2e8540", "y": "#1f5fa8", "z": "#d1700f", "data": "#8a4f9e", "world": "#999999"}
+COLOURS = {
+    "compute": "#444444",
+    "x": "#2e8540",
+    "y": "#1f5fa8",
+    "z": "#d1700f",
+    "data": "#8a4f9e",
+    "pipe": "#b3262e",
+    "world": "#999999",
+}
 
 
 @dataclass(frozen=True)

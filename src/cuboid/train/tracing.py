@@ -8,9 +8,10 @@ from itertools import pairwise
 
 from cuboid.comm.ledger import Ledger
 from cuboid.mesh.cuboid import AXES
+from cuboid.mesh.layout import lay, shard_of
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
-from cuboid.step.schedule import Move, Schedule
+from cuboid.step.schedule import Move
 from cuboid.train.trace import Phase, Trace
 
 WARM = 2  # steps before the first that is traced
@@ -30,10 +31,13 @@ class Recorder:
     and end: in forward when its input, or the next one's, is there, in backward when the gradient of it is."""
 
     def __init__(self, model: Transformer) -> None:
-        self.model, self.layer = model, len(model.blocks) // 2
+        self.model = model
+        number, self._runner = next(iter(model.player.runners.items()))  # on a pipe, its first stage
+        self.layer = len(model.split.layers(number)) // 2
         self._begun: list[tuple[str, float]] = []
         self._moments: list[float] = []
-        model.parallel.mesh.ledger.spans, model.runner.between, model.runner.told = [], self._between, self._told
+        model.parallel.mesh.ledger.spans, model.player.told = [], self._told
+        self._runner.between = self._between
 
     def begin(self, phase: str) -> None:
         """What begins now, and ends what went on; nothing if it has no name."""
@@ -44,14 +48,14 @@ class Recorder:
         self.begin("forward" if kinds == {"F"} else "backward" if "F" not in kinds else "forward beside backward")
 
     def _between(self, stage: int) -> None:
-        if stage - 1 - self.layer in (0, 1):  # the first stage is the embedding
+        if stage - 1 - self.layer in (0, 1):  # first is the embedding, or what arrives
             self._moments.append(time.perf_counter())
 
     def end(self) -> Trace:
         mesh = self.model.parallel.mesh
         mesh.ledger.settle()
         spans, mesh.ledger.spans = mesh.ledger.spans or [], None
-        self.model.runner.between = self.model.runner.told = None
+        self._runner.between = self.model.player.told = None
         phases = [Phase(name, start, stop) for (name, start), (_, stop) in pairwise(self._begun) if name]
         inside = [s for s in spans if any(p.start <= s.launched < p.stop for p in phases)]  # validation is not
         return Trace(mesh.rank, inside, phases, self._moments)
@@ -66,10 +70,11 @@ def unscheduled(model: Transformer) -> Transformer:
     mesh.ledger, mesh.overlap = ledger, False
     for name in (*AXES, "world"):
         setattr(mesh, name, replace(getattr(mesh, name), ledger=ledger, overlap=False))
-    schedule = Schedule(prefetch=False, compile=parallel.schedule.compile)
+    mesh.count_lanes_in(ledger)
+    schedule = replace(parallel.schedule, prefetch=False, parts=1, chunks=1, beside=False)
     off = CuboidParallel(parallel.config, mesh, parallel.policy, parallel.dtype, schedule)
-    made = Transformer(off, None, model.embed.weight.dtype, model.recompute)
+    made = Transformer(off, None, next(model.parameters()).dtype, model.recompute)
     for mine, same in zip(made.parameters(), model.parameters(), strict=True):
-        mine.data = same.data
+        lay(mine, shard_of(same))
         mine.requires_grad_(same.requires_grad)
     return made

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Range
+from cuboid.mesh.layout import Range, shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.hf.architecture import model_config
 from cuboid.model.hf.folder import Stored, stored
 from cuboid.model.hf.names import Source, canonical, source_of
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
 
 Progress = Callable[[int], object]
@@ -45,11 +45,12 @@ def load(folder: Path, model: Transformer, progress: Progress = lambda size: Non
         source = source_of(model.config, name)
         (top, _), *rest = declaration.spec.ranges(mesh.cuboid, mesh.coordinates)
         first = top + source.part * declaration.spec.shape[0]
-        rows = max(1, _TOGETHER // max(1, parameter[:1].numel()))
-        for start in range(0, len(parameter), rows):
-            into = parameter[start : start + rows]
+        shard = shard_of(parameter)
+        rows = max(1, _TOGETHER // max(1, shard[:1].numel()))
+        for start in range(0, len(shard), rows):
+            into = shard[start : start + rows]
             into.copy_(read(found[source.name], source, [(first + start, first + start + len(into)), *rest]))
-        progress(parameter.nbytes)
+        progress(shard.nbytes)
 
 
 def read(tensor: Stored, source: Source, ranges: Sequence[Range]) -> Tensor:
@@ -65,9 +66,9 @@ def check(folder: Path, model: Transformer) -> dict[str, Stored]:
         if name is not None:
             found[name] = tensor
     wanted = {}
-    for name, _, declaration in declared(model):
+    for name, spec in model.specs().items():
         source = source_of(config, name)
-        wanted[source.name] = source.shape(declaration.spec.shape)
+        wanted[source.name] = source.shape(spec.shape)
     for name, shape in wanted.items():
         if name not in found:
             raise ValueError(f"{folder} lacks tensor {name} of shape {list(shape)}, which its config.json asks for")

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cuboid.comm.collectives import from_first, gather_pieces
 from cuboid.data.tokenizer import FILE as TOKENIZER
 from cuboid.data.tokenizer import Tokenizer
-from cuboid.mesh.layout import Spec
+from cuboid.mesh.layout import Spec, shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
 from cuboid.model.hf import folder as files
@@ -26,7 +26,7 @@ from cuboid.model.hf.architecture import CONFIG, config_json, kind_of, model_con
 from cuboid.model.hf.folder import DTYPES, NAMES, Planned
 from cuboid.model.hf.load import Progress
 from cuboid.model.hf.names import Source, canonical, source_of
-from cuboid.model.nn import declared
+from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
 
 SHARD_BYTES = 5 << 30
@@ -99,7 +99,7 @@ class Part(NamedTuple):
     """A parameter of ours as part of a tensor of theirs."""
 
     source: Source
-    parameter: nn.Parameter
+    parameter: Tensor  # empty where another rank's stage has it
     spec: Spec
 
 
@@ -141,9 +141,11 @@ def save_pretrained(
 def parts_of(model: Transformer) -> dict[str, list[Part]]:
     """Each tensor of theirs, in parts that follow one another."""
     found: dict[str, list[Part]] = {}
-    for name, parameter, declaration in declared(model):
+    mine = {name: parameter for name, parameter, _ in declared(model)}
+    none = next(iter(mine.values())).detach().new_empty(0)
+    for name, spec in model.specs().items():
         source = source_of(model.config, name)
-        found.setdefault(source.name, []).append(Part(source, parameter, declaration.spec))
+        found.setdefault(source.name, []).append(Part(source, mine.get(name, none), spec))
     return {name: sorted(parts, key=lambda part: part.source.part) for name, parts in found.items()}
 
 
@@ -204,7 +206,7 @@ def whole(parts: list[Part], mesh: Mesh) -> Tensor:
     """A tensor of theirs, on the first rank; nothing on the others. All ranks call it."""
     joined = []
     for _, parameter, spec in parts:
-        pieces = gather_pieces(parameter.detach(), mesh.world)
+        pieces = gather_pieces(shard_of(parameter), mesh.world)
         if mesh.rank == 0:
             joined.append(spec.join([piece.cpu() for piece in pieces], mesh.cuboid))
     if mesh.rank:

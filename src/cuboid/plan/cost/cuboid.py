@@ -12,6 +12,7 @@ from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
 from cuboid.model.freeze import Trained
 from cuboid.plan.cost import Cost, Counter
+from cuboid.step.pipeline import Split
 from cuboid.step.schedule import PREFETCH, Schedule
 
 
@@ -27,14 +28,19 @@ def step_cost(
     compute_size: int = 4,
     schedule: Schedule = PREFETCH,
     last: bool = True,
+    micro_batches: int = 1,
     freeze: str = "",
 ) -> Cost:
     """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products. A
     schedule of parts or chunks sends the same bytes in more calls. Of several micro-batches only the `last` sums
-    gradients over replicas. `freeze` is a pattern of the parameters that are not trained."""
+    gradients over replicas and, on a pipe, between the two ends, and tells all of the losses of all `micro_batches`.
+    `freeze` is a pattern of the parameters that are not trained."""
     config.check(cuboid, batch, seq)
     sizes, trained = (parameter_size, compute_size), Trained(config, freeze)
-    return _CuboidStep(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule, last, trained).cost
+    step = _CuboidStep(config, cuboid, coordinates, batch, seq, policy, recompute, *sizes, schedule, last, trained)
+    if last and cuboid.pipe > 1:
+        step.send("broadcast", "pipe", micro_batches, step.wide)
+    return step.cost
 
 
 class _Weight(NamedTuple):
@@ -86,16 +92,28 @@ class _CuboidStep(Counter):
         self.backward = True  # whether backward comes here
         self.of_block = trained.block(0)  # what is trained of the block where we are
 
-        self.embedding()
-        for i in range(config.layers):
-            self.of_block = trained.block(i)
-            self.backward = self.saving = trained.lowest <= 1 + i
-            self.block(kept=schedule.prefetch and i == config.layers - 1)
-        self.backward = self.saving = trained.lowest <= 1 + config.layers
-        self.weights(self.norm_weights(trained.norm()), again=True)
-        self.sum_replicas()
-        self.head()
+        split = Split.of(config.layers, cuboid.pipe, schedule)
+        self.whole = cuboid.pipe == 1  # no pipeline: a tied table is one
+        for stage in split.stages(coordinates["pipe"]):
+            if stage == 0:
+                self.embedding()
+            else:
+                self.in_parts(self.message)
+            for i in split.layers(stage):
+                self.of_block = trained.block(i)
+                self.backward = self.saving = trained.lowest <= 1 + i
+                self.block(kept=self.whole and schedule.prefetch and i == config.layers - 1)
+            if stage < split.last:
+                self.in_parts(self.message)
+                continue
+            self.backward = self.saving = trained.lowest <= 1 + config.layers
+            self.weights(self.norm_weights(trained.norm()), again=True)
+            self.sum_replicas()
+            self.head()
         if last:
+            if config.tied and not self.whole and coordinates["pipe"] in (0, cuboid.pipe - 1):
+                table = self.part(self.part(config.vocab, "y"), "x") * self.d
+                self.to_neighbour(table * self.stored)
             for axis, summed in (("x", 0), ("y", self.summed_over_y), ("z", 0)):
                 self.reduce(axis, summed + self.summed_over_all, self.stored)
 
@@ -111,6 +129,17 @@ class _CuboidStep(Counter):
             self.gather(axis, whole, p=p)
         if self.backward:
             self.scatter(axis, whole, p=p)
+
+    def message(self) -> None:
+        """The residual stream to the next stage and its gradient from there, or the other way round."""
+        self.to_neighbour(self.m // self.y * self.d * self.e)
+
+    def to_neighbour(self, size: int) -> None:
+        """Bytes sent, and as many received."""
+        for kind, sent in (("send", size), ("receive", 0)) if size else ():
+            entry = self.cost.traffic["pipe", kind]
+            entry[0] += 1
+            entry[1] += sent
 
     def in_parts(self, formula: Callable[[], None]) -> None:
         """What each part of the batch adds."""
@@ -168,8 +197,8 @@ class _CuboidStep(Counter):
     def embedding(self) -> None:
         tied, tables = bool(self.c.tied), [self.c.vocab] + ([] if self.c.rotary else [self.c.context])
         for i, (rows, trained) in enumerate(zip(tables, self.trained.tables(), strict=True)):
-            table, gathers = _Weight(rows, self.c.hidden, "y", "z", trained), 2 if tied and i == 0 else 1
-            self.weights([table], again=False, gathers=gathers)  # a tied table is gathered for the head too
+            twice = tied and i == 0 and self.whole  # a tied table is gathered for the head too
+            self.weights([_Weight(rows, self.c.hidden, "y", "z", trained)], again=False, gathers=1 + twice)
             self.sum_replicas()
         self.in_parts(self.lookup)
 
@@ -309,7 +338,7 @@ class _CuboidStep(Counter):
 
     def head(self) -> None:
         vocab = self.part(self.c.vocab, "y")
-        if not self.c.tied:
+        if not (self.c.tied and self.whole):
             self.cost.matrices += self.part(vocab, "x") * self.d * self.stored
             self.in_bucket += self.trained.head * self.part(vocab, "x") * self.d
             self.sum_replicas()

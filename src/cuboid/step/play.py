@@ -1,0 +1,156 @@
+"""Plays a step: micro-batches through the stages that a rank has, in an order that is data.
+
+Without a pipe a rank has one stage, the whole model. On a pipe it has one or several (`step/pipeline.py`), a `Runner`
+each, and messages go between them (`step/post.py`); what the last stage finds, all are told.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.comm.axis import Axis
+from cuboid.comm.collectives import broadcast
+from cuboid.comm.flight import run
+from cuboid.mesh.layout import sharded_as
+from cuboid.mesh.mesh import Lanes
+from cuboid.step.pipeline import Split
+from cuboid.step.post import Post, exchange
+from cuboid.step.runner import At, Pass, Runner, settle
+from cuboid.step.schedule import Clock, Move, Order, Task, interleave
+from cuboid.step.weights import Gathered, Sums, Tensors
+
+Batch = tuple[Tensor, At]
+
+
+class Player:
+    """Of the stages of a pipeline that a rank has, by their numbers. Gradients of `shared` parameters, which the first
+    place and the last hold, are summed between them. `told` is called with the moves of a step that begin."""
+
+    def __init__(
+        self,
+        runners: Mapping[int, Runner],
+        split: Split,
+        pipe: Axis,
+        lanes: Lanes,
+        shared: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.runners, self.split, self.pipe, self.lanes, self.shared = runners, split, pipe, lanes, shared
+        self.uses = sum((runner.uses for runner in runners.values()), Counter[Any]())
+        self.parameters = [p for bucket in self.uses for p in bucket.parameters]
+        first = next(iter(self.uses))
+        self._like = torch.empty(0, dtype=first.dtype, device=first.parameters[0].device)  # the residual stream
+        self.told: Callable[[Sequence[Move]], None] | None = None
+
+    @torch.no_grad()
+    def play(self, batches: Sequence[Batch], orders: Sequence[Order], scale: float = 1.0) -> list[Tensor]:
+        """Forward and backward of several micro-batches, in an order for each place of the pipe; their losses. The
+        gradient of `scale` times the mean of the losses is added to the parameters' as `backward()` would."""
+        order = orders[self.pipe.index]
+        named = sorted({move.batch for moves in order for move in moves})
+        if not named or named != list(range(len(batches))):
+            raise ValueError(
+                f"the order is of micro-batches {named}, but there are {len(batches)} micro-batches; it must name each "
+                "of them, from 0 on"
+            )
+        if self.pipe.size > 1 and not all(p.requires_grad for p in self.parameters):
+            raise ValueError(f"frozen parameters on pipe={self.pipe.size} are not supported; use pipe=1")
+        clock, post, leave = Clock(), self._post(batches, orders), any(m.kind == "W" for moves in order for m in moves)
+        late = leave or any(len(moves) > 1 for moves in order)
+        sums = Sums({bucket: len(batches) * uses for bucket, uses in self.uses.items()})
+        dloss = torch.tensor(scale / len(batches), dtype=torch.float64, device=self._like.device)
+        losses, passes, left = dict[int, Any](), dict[tuple[int, int], Pass](), dict[Any, list[Gathered]]()
+        for moves, coming in pairwise([*order, ()]):
+            if self.told is not None:
+                self.told(moves)
+            post.expect([*moves, *coming])
+            tasks: dict[Move, Task] = {}
+            for move in moves:
+                kind, i, stage = move
+                if kind == "F":
+                    tasks[move] = self._forward(move, *batches[i], clock, post)
+                elif kind == "B":
+                    passed = passes.pop((i, stage))
+                    left[i, stage] = passed.left
+                    dY = dloss if stage == self.split.last else post.take(move)
+                    task = self.runners[stage].backward(passed, dY, sums, late, leave)
+                    tasks[move] = task if stage == 0 else post.sending(task, move)
+                    del passed, dY, task
+                else:
+                    run(settle(left.pop((i, stage)), sums, clock))
+            for (kind, i, stage), found in zip(tasks, interleave(list(tasks.values()), clock), strict=True):
+                if kind == "F":
+                    losses[i], passes[i, stage] = found  # of the last stage, which is the last of its rank's
+            clock.forward = False
+            post.reap()
+        total = self._from_last(torch.stack([losses[i] for i in named]) if self._has_last else None, [len(named)], True)
+        gradients = self._summed(sums.finish())
+        post.finish()
+        mine = [p for p in self.parameters if p in gradients]
+        if mine:  # else all parameters are frozen
+            with torch.enable_grad():
+                _Gradients.apply([sharded_as(p, gradients.pop(p)) for p in mine], *mine).backward()
+        return list(total.unbind())
+
+    @torch.no_grad()
+    def forward(self, X: Tensor, at: At, shape: Sequence[int] = ()) -> Tensor:
+        """The mean loss of one batch or, if the last stage gives none, its Y, of this shape; on every place."""
+        clock, batch = Clock(), (X, at.without_backward())
+        orders = [[[Move("F", 0, stage)] for stage in self.split.stages(place)] for place in range(self.pipe.size)]
+        post = self._post([batch], orders)
+        for (move,) in orders[self.pipe.index]:
+            post.expect([move])
+            ((found, _),) = interleave([self._forward(move, *batch, clock, post)], clock)
+        total = self._from_last(found if self._has_last else None, shape, loss=not shape)
+        post.finish()
+        return total
+
+    def _forward(self, move: Move, X: Tensor, at: At, clock: Clock, post: Post) -> Task:
+        """Gives (loss, Pass); the loss, or what the last stage gives instead, is there after that alone."""
+        runner, arrived = self.runners[move.stage], X if move.stage == 0 else post.take(move)
+        if move.stage == self.split.last and runner.gives_loss:
+            return runner.forward(arrived, at, clock)
+        task, passed = runner.outputs(arrived, at, clock)
+        if move.stage == self.split.last:
+            return Task(task.steps, lambda found: (torch.cat(found, 1), passed))
+        return Task(post.sending(task, move).steps, lambda _: (None, passed))
+
+    @property
+    def _has_last(self) -> bool:
+        return self.split.last in self.runners
+
+    def _post(self, batches: Sequence[Batch], orders: Sequence[Order]) -> Post:
+        parts = next(iter(self.runners.values())).schedule.parts
+        return Post(self.lanes, self.pipe.index, orders, [at for _, at in batches], parts, self._like)
+
+    def _from_last(self, found: Tensor | None, shape: Sequence[int], loss: bool) -> Tensor:
+        """What the last stage has found; losses are in fp32 or better."""
+        dtype = torch.promote_types(self._like.dtype, torch.float32) if loss else self._like.dtype
+        mine = self._like.new_empty(shape, dtype=dtype) if found is None else found
+        return broadcast(mine, self.pipe, self.pipe.size - 1, shape).wait()
+
+    def _summed(self, gradients: Tensors) -> Tensors:
+        shared = [p for p in self.shared if p in gradients]
+        if shared:
+            mine = [gradients[p] for p in shared]
+            flat = torch.cat([each.reshape(-1) for each in mine])
+            parts = exchange(flat, self.lanes, self.pipe.index == 0).split([each.numel() for each in mine])
+            gradients |= {p: part.view(each.shape) for p, each, part in zip(shared, mine, parts, strict=True)}
+        return gradients
+
+
+class _Gradients(torch.autograd.Function):
+    """Hands gradients to autograd, which adds them up and calls the parameters' hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        gradients, ctx.gradients = ctx.gradients, []
+        return None, *gradients
