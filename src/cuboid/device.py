@@ -23,6 +23,26 @@ def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
+def gpu_count() -> int:
+    return torch.cuda.device_count()
+
+
+def gpu_software() -> dict[str, str]:
+    """Versions of what GPUs are used through, where there are any."""
+    if not any_gpu():
+        return {}
+    return {"CUDA": torch.version.cuda or "none", "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+def has_gpu_driver() -> bool:
+    """Whether the host has one, whatever PyTorch was built for."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if is_gpu(device) else "CPU"
+
+
 def gpu_at_hand() -> tuple[str, int] | None:
     """Name and bytes of the current GPU, if there is one."""
     if not any_gpu():
@@ -45,6 +65,27 @@ def current(kind: str) -> torch.device:
 
 def backend_for(device: torch.device) -> str:
     return "nccl" if is_gpu(device) else "gloo"
+
+
+def prepare_deterministic() -> None:
+    """The environment of ranks that are to `be_deterministic`, before they start: cuBLAS has workspaces set aside, and
+    NCCL does not have switches add, in an order of their own."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")
+
+
+def be_deterministic(device: torch.device) -> None:
+    """From here on this process computes the same bits from the same values. A CPU always does, a GPU more slowly: rows
+    of a table's gradient are sorted before they are added, attention's backward adds in one order, and products do not
+    add in low precision. What cannot be had so raises."""
+    if not is_gpu(device):
+        return
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def synchronize() -> None:

@@ -14,6 +14,7 @@ from cuboid.cli.checkpoint import app as checkpoint
 from cuboid.cli.config import config
 from cuboid.cli.convert import export, import_
 from cuboid.cli.data import app as data
+from cuboid.cli.doctor import doctor
 from cuboid.cli.eval import eval_
 from cuboid.cli.plan import plan
 from cuboid.cli.sample import sample
@@ -33,6 +34,7 @@ app.command()(sample)
 app.command("eval")(eval_)
 app.command("import")(import_)
 app.command()(export)
+app.command()(doctor)
 app.command()(verify)
 app.command()(bench)
 app.command()(plan)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cuboid import data
 from cuboid.comm.collectives import from_all, from_first
-from cuboid.device import peak_memory
+from cuboid.device import be_deterministic, peak_memory
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of
 from cuboid.mesh.layout import shard_of
@@ -92,6 +92,8 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.config = config
+        if config.precision.deterministic:
+            be_deterministic(world.device)
         self.corpus = corpus_of(config, warn if world.rank == 0 else lambda _: None)
         parallel, d = layout(config, config.model_config(self.corpus.vocab), world), config.data
         self.place = parallel.place(d.batch // d.micro_batches, d.seq)
