@@ -60,11 +60,11 @@ def devices(facts: Sequence[Facts], precision: str) -> Finding:
             remedy = "--set precision.dtype=bf16 is several times as fast on most GPUs"
             return Finding("devices", "warning", f"{kinds}, products in fp32", remedy)
         return Finding("devices", "ok", f"{kinds}, one for each rank")
-    unused = {host: each[0].gpus for host, each in by_host.items() if each[0].driver or each[0].gpus}
-    if unused:
+    present = {host: each[0].gpus for host, each in by_host.items() if each[0].driver or each[0].gpus}
+    if present:
         fewer = "start no more ranks on a host than it has GPUs"
-        remedy = fewer if all(unused.values()) else "install a build of PyTorch for CUDA: this one sees no GPU"
-        return Finding("devices", "warning", f"{kinds}, but there are GPUs on {', '.join(unused)}", remedy)
+        remedy = fewer if all(present.values()) else "install a build of PyTorch for CUDA: this one sees no GPU"
+        return Finding("devices", "warning", f"{kinds}, but there are GPUs on {', '.join(present)}", remedy)
     crowded = [f"{len(each)} ranks on {each[0].cores} cores of {host}" for host, each in by_host.items()]
     crowded = [text for text, each in zip(crowded, by_host.values(), strict=True) if len(each) > each[0].cores]
     if crowded:

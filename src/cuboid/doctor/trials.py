@@ -146,7 +146,9 @@ def small_run(config: TrainConfig) -> TrainConfig:
     model, batch, seq = small_model(k, config.model.family)
     return replace(
         default,
-        model=replace(default.model, family=model.family, layers=model.layers, hidden=model.hidden, heads=model.heads),
+        model=replace(
+            default.model, family=config.model.family, layers=model.layers, hidden=model.hidden, heads=model.heads
+        ),
         cuboid=config.cuboid,
         data=replace(default.data, seq=seq, batch=batch, micro_batches=k.pipe, max_bytes=100_000),
         schedule=replace(default.schedule, steps=STEPS, warmup=2),
