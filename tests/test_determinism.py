@@ -1,5 +1,6 @@
 """What docs/determinism.md says: which bits are the same where."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cuboid.device import be_deterministic, prepare_deterministic
 from cuboid.run.launch import Pool, World
 from cuboid.train.config import TrainConfig
-from cuboid.train.layout import on_one_device
 from cuboid.train.loop import Trainer
 
 Pools = Callable[[int], Pool]
@@ -96,8 +96,6 @@ def test_be_deterministic_sets_flags_for_a_gpu_alone(flags: None) -> None:
 
 
 def test_prepare_deterministic_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     prepare_deterministic()
@@ -117,7 +115,7 @@ class Names(TorchDispatchMode):
 
 
 def operations(world: World, config: TrainConfig) -> set[str]:
-    trainer = Trainer(config, world, on_one_device)
+    trainer = Trainer(config, world)
     with Names() as names:
         trainer.step()
     return names.found

@@ -14,7 +14,7 @@ from cuboid import doctor
 from cuboid.doctor import checks, examine, failed, hardware_of, sent_by
 from cuboid.doctor.facts import Facts
 from cuboid.doctor.finding import Finding
-from cuboid.doctor.trials import Line, exactness, links, small_model, small_run, training
+from cuboid.doctor.trials import Connected, exactness, links, small_model, small_run, training
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.launch import RankError, World
 from cuboid.train.compare import Curves
@@ -125,8 +125,8 @@ def test_storage_is_writable_shared_and_large_enough() -> None:
 # What follows from trials
 
 
-def lines(*seconds: float) -> list[Line]:
-    return [Line((2 * i, 2 * i + 1), 1e-3, each) for i, each in enumerate(seconds)]
+def lines(*seconds: float) -> list[Connected]:
+    return [Connected((2 * i, 2 * i + 1), 1e-3, each) for i, each in enumerate(seconds)]
 
 
 def test_links_are_held_against_calibration_and_each_other() -> None:
@@ -195,13 +195,13 @@ def test_examine_ends_with_the_stage_that_fails() -> None:
             raise RankError("rank 3 failed\n  at once\nKeyError: 7")
         return [good]
 
-    found, whole = examine(ask, told.append)
+    found, error = examine(ask, told.append)
     assert found == told
-    assert not whole
+    assert isinstance(error, RankError)
     assert found[:2] == [good, good]
     expect(found[2], "error", "rank 3 failed … KeyError: 7", "not tried: training")
     assert found[2].check == "exactness"
-    assert examine(lambda _: [good], told.append) == ([good] * 4, True)
+    assert examine(lambda _: [good], told.append) == ([good] * 4, None)
     expect(failed("links", TimeoutError(), []), "error", "TimeoutError")
 
 

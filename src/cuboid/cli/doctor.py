@@ -1,8 +1,6 @@
 """`cuboid doctor`: is this machine ready to train, and as fast as it should be?"""
 
 import json
-import os
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +16,7 @@ from cuboid.device import prepare_deterministic
 from cuboid.doctor import examine, on_rank
 from cuboid.doctor.finding import Finding
 from cuboid.plan.hardware import load as load_hardware
-from cuboid.run.launch import Pool, World, launch, under_torchrun
+from cuboid.run.launch import Pool, RunError, World, launch, under_torchrun
 from cuboid.train.config import TrainConfig, load
 
 INDENT = 18  # of what a line says, behind its verdict and the name of the check
@@ -71,13 +69,12 @@ def doctor(
 def on_all_stages(world: World, config: TrainConfig, hardware: str, as_json: bool) -> bool:
     """On a rank of torchrun's: all of them walk through the stages, and the first speaks."""
     console, began = Console(highlight=False, quiet=world.rank != 0, stderr=as_json), time.monotonic()
-    found, whole = examine(
+    found, error = examine(
         lambda stage: on_rank(world, stage, config, hardware), lambda each: show(each, console, as_json)
     )
     ready = conclude(found, time.monotonic() - began, console, as_json) if world.rank == 0 else True
-    if not whole:  # threads that wait for ranks which are gone would keep this one from ending
-        sys.stdout.flush()
-        os._exit(1)
+    if error is not None:  # where it happened it is reported as any other command's is, and no argument is to blame
+        raise RunError(str(error)) if isinstance(error, ValueError) else error
     return ready
 
 

@@ -19,7 +19,7 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, Policy
 from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.hardware import Hardware, load
-from cuboid.run.launch import RankError, RunError, World
+from cuboid.run.launch import World
 from cuboid.run.watch import watched
 from cuboid.train.auto import guessed_hardware, vocab_of
 from cuboid.train.config import TrainConfig
@@ -110,9 +110,11 @@ def on_rank(world: World, stage: str, config: TrainConfig, hardware: str) -> lis
         return STAGES[stage](replace(world, watch=watch), config, hardware)
 
 
-def examine(ask: Callable[[str], list[Finding]], tell: Callable[[Finding], None]) -> tuple[list[Finding], bool]:
-    """All stages, one after the other, as `ask` has them run; each finding is told as it comes. Whether all could be
-    run: after one that fails, ranks are not to be trusted."""
+def examine(
+    ask: Callable[[str], list[Finding]], tell: Callable[[Finding], None]
+) -> tuple[list[Finding], Exception | None]:
+    """All stages, one after the other, as `ask` has them run; each finding is told as it comes. A stage that fails is
+    the last, as ranks are not to be trusted then; what it raised is returned too."""
     found = list[Finding]()
 
     def add(findings: Iterable[Finding]) -> None:
@@ -124,13 +126,13 @@ def examine(ask: Callable[[str], list[Finding]], tell: Callable[[Finding], None]
     for i, name in enumerate(names):
         try:
             add(ask(name))
-        except (Exception, RankError, RunError) as error:
+        except Exception as error:
             add([failed(name, error, names[i + 1 :])])
-            return found, False
-    return found, True
+            return found, error
+    return found, None
 
 
-def failed(stage: str, error: BaseException, left: list[str]) -> Finding:
+def failed(stage: str, error: Exception, left: list[str]) -> Finding:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     said = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1].strip()}"
     untried = f"; not tried: {', '.join(left)}" if left else ""

@@ -36,7 +36,7 @@ REPEATS = 5
 
 
 @dataclass(frozen=True)
-class Line:
+class Connected:
     """Ranks of an axis that talk to each other: seconds of an all-gather of few bytes and of many."""
 
     ranks: tuple[int, ...]
@@ -44,7 +44,7 @@ class Line:
     large: float
 
 
-def time_axis(world: World, mesh: Mesh, axis: str) -> list[Line]:
+def time_axis(world: World, mesh: Mesh, axis: str) -> list[Connected]:
     """All lines of an axis at once, as in training; the least of a few times."""
     bench, (small, large) = Bench(world), SIZES["gpu" if is_gpu(world.device) else "cpu"]
     group, found = getattr(mesh, axis), []
@@ -54,10 +54,10 @@ def time_axis(world: World, mesh: Mesh, axis: str) -> list[Line]:
     times = from_all(tuple(found), mesh.world)
     others = tuple(other for other in AXES if other != axis)
     lines = mesh.cuboid.array((*others, axis)).reshape(-1, group.size).tolist()
-    return [Line(tuple(line), *(max(times[rank][i] for rank in line) for i in (0, 1))) for line in lines]
+    return [Connected(tuple(line), *(max(times[rank][i] for rank in line) for i in (0, 1))) for line in lines]
 
 
-def links(axis: str, lines: Sequence[Line], size: int, across: bool, expected: float, against: str) -> Finding:
+def links(axis: str, lines: Sequence[Connected], size: int, across: bool, expected: float, against: str) -> Finding:
     """One axis's. `expected` are the seconds that a large message takes `against` calibration, 0 if it has none."""
     slowest = max(lines, key=lambda line: line.large)
     p = len(slowest.ranks)
@@ -105,8 +105,8 @@ def try_links(world: World, cuboid: Cuboid, hardware: Hardware | None) -> list[F
 def small_model(cuboid: Cuboid, family: str = "gpt2") -> tuple[ModelConfig, int, int]:
     """A model that a cuboid can cut, and a batch of sequences for it: every axis has something to do."""
     heads = cuboid.y * cuboid.z if cuboid.y * cuboid.z > 1 else 2
-    layers, seq = max(2, 2 * cuboid.pipe), 4 * lcm(cuboid.y, cuboid.z)
-    batch = cuboid.x * cuboid.data * cuboid.pipe
+    unit, batch = lcm(cuboid.y, cuboid.z), 2 * cuboid.x * cuboid.data * cuboid.pipe
+    layers, seq = max(2, 2 * cuboid.pipe), -(-32 // unit) * unit
     return ModelConfig(family, layers, 8 * heads, heads, vocab=260, context=seq), batch, seq
 
 
