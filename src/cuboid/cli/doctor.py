@@ -87,6 +87,7 @@ def show(found: Finding, console: Console, as_json: bool) -> None:
     for i, (line, style) in enumerate(said):
         text.append(" " * INDENT * (i > 0) + line + "\n" * (i < len(said) - 1), style)
     console.print(text, soft_wrap=True)
+    console.file.flush()  # what comes next may end this process
 
 
 def conclude(found: list[Finding], seconds: float, console: Console, as_json: bool) -> bool:
