@@ -124,7 +124,7 @@ def operations(world: World, config: TrainConfig) -> set[str]:
 def undetermined() -> set[str]:
     """The operations that PyTorch, by its own account, cannot make deterministic on a GPU."""
     said = torch.use_deterministic_algorithms.__doc__ or ""
-    listed = said[said.index("will throw a") : said.index("In addition, several")]
+    listed = said[said.index("will throw a", said.index("will act")) : said.index("In addition, several")]
     return {name.rpartition(".")[2].strip("_").lower() for name in re.findall(r"`torch\.([\w.]+)`", listed)}
 
 
