@@ -11,7 +11,7 @@ from cuboid import Pool, World
 from cuboid.train.config import load
 from cuboid.train.loop import Trainer
 
-BEFORE = Path(__file__).parent / "run_0_1"  # 12 steps on (2,2,1), two micro-batches, dropout; the checkpoint of step 6
+BEFORE = Path(__file__).parent / "run_0_1"  # 12 steps on 2,2,1, two micro-batches, dropout; the checkpoint of step 6
 
 
 def resumed(world: World, folder: Path, changes: list[str]) -> list[tuple[float, float]]:

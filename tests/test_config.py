@@ -69,7 +69,7 @@ def test_config_override_accepts_bare_text(text: str, value: str) -> None:
 def test_config_override_splits_lists_and_makes_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(None, ["cuboid.order=z,y,x,data", "data.paths=a.txt, b c.txt", 'data.tokenizer="t.json"'])
-    assert config.cuboid.order == ("z", "y", "x", "data")
+    assert config.cuboid.order == ("z", "y", "x", "replicas")
     assert config.data.paths == (str(tmp_path / "a.txt"), str(tmp_path / "b c.txt"))
     assert config.data.tokenizer == str(tmp_path / "t.json")
     assert load(None, ['data.paths=["a,b.txt"]']).data.paths == (str(tmp_path / "a,b.txt"),)
@@ -104,7 +104,7 @@ def test_config_override_splits_lists_and_makes_paths_absolute(tmp_path: Path, m
         ("model.heads=2", ("heads=2", "y·z=4", "use heads 4")),
         ("model.context=64", ("seq=128", "context=64")),
         ("model.context=32", ("seq=128", "context=32", "raise context or shorten seq")),  # rotary positions too
-        ("cuboid.order=x,y,z", ("x,y,z", "data")),
+        ("cuboid.order=x,y,z", ("x,y,z", "replicas")),
         ("data.paths=/no/such.txt", ("data.paths", "/no/such.txt", "does not exist")),
     ],
 )

@@ -55,7 +55,7 @@ def close(trainer: Trainer, *writers: Writer) -> None:
 
 @pytest.fixture(scope="module")
 def run(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory, pool: Pools) -> Path:
-    """With three checkpoints, written on (2,1,1)."""
+    """With three checkpoints, written on 2,1,1."""
     folder = tmp_path_factory.mktemp("a run")
     pool(2).run(write, config, folder)
     return folder

@@ -72,7 +72,7 @@ def test_plan_cli_one_device_has_no_corner_plans() -> None:
 
 def test_plan_cli_json_lists_every_cuboid_and_dry_run() -> None:
     found = json.loads(run("plan", *ON_CPU, "--json", "--dry-run"))
-    assert len(found["plans"]) == 20  # of (data, x, y, z) with a product of 8
+    assert len(found["plans"]) == 20  # of (replicas, x, y, z) with a product of 8
     assert found["ranking_seconds"] > 0
     first = found["plans"][0]
     assert first["seconds"] == min(plan["seconds"] for plan in found["plans"])
@@ -95,7 +95,7 @@ def test_plan_cli_takes_toml_or_run_with_its_sizes(tmp_path: Path) -> None:
 
 
 def test_plan_cli_explains_one_cuboid_and_plots(tmp_path: Path) -> None:
-    said = run("plan", *ON_CPU, "--explain", "1,2,2,2", "--plot", tmp_path)
+    said = run("plan", *ON_CPU, "--explain", "2,2,2", "--plot", tmp_path)
     assert "Communication" in said
     assert "orders of magnitude of eight ranks" in said  # where the figures are from
     assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "plan.svg", "plan-map.png", "plan-map.svg"}
@@ -106,14 +106,17 @@ def test_plan_cli_explains_one_cuboid_and_plots(tmp_path: Path) -> None:
     [
         (["llama-9"], "neither a preset nor a config.json"),
         ([], "give a model, or its --layers, --hidden, --heads"),
-        ([*ON_CPU, "--explain", "2,2,2"], "four sizes"),
-        ([*ON_CPU, "--explain", "1,2,2,1"], "not --devices 8"),
-        ([*ON_CPU, "--explain", "1,1,1,8", "--heads", "4"], "heads=4 cannot be cut into y·z=8"),
-        ([*ON_CPU, "--batch", "15", "--explain", "2,4,1,1"], "batch=15 cannot be cut into data=2; use batch 14 or 16"),
+        ([*ON_CPU, "--explain", "1,2,2,2"], "three sizes"),
+        ([*ON_CPU, "--explain", "2,2,1"], "not --devices 8"),
+        ([*ON_CPU, "--explain", "1,1,8", "--heads", "4"], "heads=4 cannot be cut into y·z=8"),
+        (
+            [*ON_CPU, "--batch", "15", "--explain", "4,1,1 replicas=2"],
+            "batch=15 cannot be split over replicas=2; use batch 14 or 16",
+        ),
         ([*ON_CPU, "--hardware", "tpu"], "neither a preset nor a file"),
         ([*ON_CPU, "--precision", "fp8"], "fp8"),
         (["llama-3-405b", "--devices", "32", "--batch", "1"], "128 devices would"),
-        (["llama-3-8b", "--explain", "8,1,1,1", "--batch", "64"], "of 8 devices (4,2,1) would fit"),
+        (["llama-3-8b", "--explain", "1,1,1 replicas=8", "--batch", "64"], "of 8 devices 4,2,1 would fit"),
         ([*ON_CPU, "--plot", "/proc/nowhere"], "--plot /proc/nowhere cannot be a folder"),
         ([*ON_CPU, "--check", "nowhere.json"], "not a result of cuboid bench layouts"),
     ],
@@ -203,7 +206,7 @@ def test_plan_cli_plot_skips_unmeasured_links(tmp_path: Path) -> None:
     path = tmp_path / "near.json"
     replace(hardware.PRESETS["cpu"], name="[/b]", across={}, source={"[/i]": "[/u]"}).save(path)  # no markup of ours
     assert "plan-map.png" in run("plan", *ON_CPU, "--hardware", path, "--plot", tmp_path)
-    assert "[/u]" in run("plan", *ON_CPU, "--hardware", path, "--explain", "1,2,2,2")
+    assert "[/u]" in run("plan", *ON_CPU, "--hardware", path, "--explain", "2,2,2")
 
 
 def test_auto_plan_takes_vocab_from_built_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

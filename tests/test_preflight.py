@@ -54,7 +54,7 @@ def test_preflight_has_the_planners_figures() -> None:
     assert preflight.need(config, apart=False).by_kind == plan.memory
 
 
-BIG = ["data.batch=64", "data.seq=512", "cuboid.data=2"]
+BIG = ["data.batch=64", "data.seq=512", "cuboid.replicas=2"]
 
 
 @pytest.mark.parametrize("share", [0.9, 0.3, 0.2])
@@ -81,7 +81,7 @@ def test_preflight_rejects_a_model_beyond_any_change(cuboid: Cuboid, limit) -> N
     limit(16e9)
     said = cuboid("train", "--preset", "llama-3-8b", "--set", "cuboid.x=8")
     assert said.code == 2
-    assert said.out.startswith("cuboid  x=8 as given, y=2 and z=2 by default: (8,2,2), 32 ranks; --cuboid 8,1,1")
+    assert said.out.startswith("cuboid  x=8 as given, y=2 and z=2 by default: 8,2,2, 32 ranks; --cuboid 8,1,1")
     assert "no recomputation, micro-batches or other cuboid of as many ranks would" in said.err
     assert "use a smaller model or at least" in said.err
     assert said.err.count("\n") == 2  # and that ranks share cores
@@ -90,7 +90,7 @@ def test_preflight_rejects_a_model_beyond_any_change(cuboid: Cuboid, limit) -> N
 def test_train_says_which_axes_are_defaults(text: Path, cuboid: Cuboid, tmp_path: Path, limit) -> None:
     limit(1000)  # rejected, once that is said
     assert cuboid("train", *sets([*settings(text), "cuboid.x=1"])).out.startswith(
-        "cuboid  x=1 as given, y=2 and z=2 by default: (1,2,2), 4 ranks; --cuboid 1,1,1 gives all three"
+        "cuboid  x=1 as given, y=2 and z=2 by default: 1,2,2, 4 ranks; --cuboid 1,1,1 gives all three"
     )
     limit(1e12)
     (tmp_path / "some.toml").write_text("[cuboid]\ny = 1\nz = 1\n")

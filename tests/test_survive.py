@@ -198,22 +198,22 @@ def test_stop_ctrl_c_exits_zero_not_preempted() -> None:
 
 
 def test_for_ranks_takes_listed_cuboid(text: Path) -> None:
-    config = tiny(text, *on("2,2,2"), "cuboid.others=1x2x2, 2x1x1x2, 1x2x1")
+    config = tiny(text, *on("2,2,2"), "cuboid.others=1,2,2; 2,1,1 replicas=2; 1,2,1")
     assert for_ranks(config, 8, "") == (config, "")
     for ranks, expected in ((4, Cuboid(1, 2, 2)), (2, Cuboid(1, 2, 1))):
         found, why = for_ranks(config, ranks, "")
         assert found.cuboid_shape() == expected
         assert found.other_cuboids() == config.other_cuboids()
-        assert why == f"there are {ranks} ranks, not the 8 of (2,2,2): {expected} of cuboid.others"
+        assert why == f"there are {ranks} ranks, not the 8 of 2,2,2: {expected} of cuboid.others"
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 6, 16])
 def test_for_ranks_plans_cuboid_if_none_is_listed(ranks: int, text: Path) -> None:
-    config = tiny(text, *on("2,2,2"), "cuboid.others=1x2x2")
+    config = tiny(text, *on("2,2,2"), "cuboid.others=1,2,2")
     found, why = for_ranks(config, ranks, "")
     found.check()
     assert found.cuboid_shape().ranks == ranks
-    assert why.startswith(f"there are {ranks} ranks, not the 8 of (2,2,2): ({found.cuboid.x},")
+    assert why.startswith(f"there are {ranks} ranks, not the 8 of 2,2,2: {found.cuboid.x},")
     assert not differences(found, resolved_toml(config))
 
 
@@ -231,10 +231,10 @@ def test_for_ranks_rejects_impossible_rank_count(text: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("others", "said"),
     [
-        ("1x2", "is not three sizes"),
-        ("1x2x2xa", "is not three to five sizes"),
+        ("1,2", "is not three sizes"),
+        ("1,2,2 replicas=a", "is not three sizes"),
         ("1x3x1", "heads=8 cannot be cut into y·z=3"),
-        ("1x1x1x3", "data.batch = 8 cannot be cut into data.micro_batches · cuboid.data = 3"),
+        ("1,1,1 replicas=3", "data.batch = 8 cannot be cut into data.micro_batches · cuboid.replicas = 3"),
     ],
 )
 def test_config_rejects_bad_other_cuboids(others: str, said: str, text: Path) -> None:

@@ -83,7 +83,7 @@ def test_trainer_memory_options_do_not_change_loss_curve(
     assert furthest(found, reference[:4]) < SAME
 
 
-OVER_X, OVER_DATA = ("x", "reduce_scatter"), ("data", "all_reduce")
+OVER_X, OVER_DATA = ("x", "reduce_scatter"), ("replicas", "all_reduce")
 
 
 def replicas_summed(world: World, config: TrainConfig) -> tuple[Counts, Counts, list[tuple[str, str]]]:

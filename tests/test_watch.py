@@ -134,7 +134,7 @@ def test_watch_finds_silent_mismatch_at_end_of_step(text: Path) -> None:
 
 
 def calls(world: World, how: str) -> list[float]:
-    """Over y of (1,2,2) rank 3 calls something else than rank 1."""
+    """Over y of 1,2,2 rank 3 calls something else than rank 1."""
     with watched(world.rank, world.size, LIMIT) as watch:
         mesh, odd = Mesh(Cuboid(1, 2, 2), world.rank, watch=watch), world.rank == 3
         all_reduce(torch.ones(3), mesh.y).wait()

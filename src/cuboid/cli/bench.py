@@ -101,9 +101,7 @@ def bench(
     steps: Annotated[int, _option("Steps timed per turn; of accuracy: steps trained.", 0)] = 0,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Only layouts whose name begins so, such as 'cuboid (2,' or 2-D; may be given several times."
-        ),
+        typer.Option(help="Only layouts whose name begins so, such as 'cuboid 2,' or 2-D; may be given several times."),
     ] = None,
     layers: Annotated[int, _option("Blocks of the model.", 0)] = 0,
     hidden: Annotated[int, _option("Features of the residual stream; of weak: on the fewest ranks.", 0)] = 0,

@@ -63,7 +63,9 @@ def plan(
     freeze: Annotated[
         str, typer.Option(help="A pattern of the parameters that are not trained; a TOML's or run's if left out.")
     ] = "",
-    explain: Annotated[str, typer.Option(metavar="DATA,X,Y,Z", help="All about one cuboid.")] = "",
+    explain: Annotated[
+        str, typer.Option(metavar="X,Y,Z", help="All about one cuboid, such as 2,2,2 or '2,2,2 replicas=2'.")
+    ] = "",
     top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 10,
     dry: Annotated[bool, typer.Option("--dry-run", help="Run the model's code of one rank and count.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the ranking, and a map of devices × batch, here.")] = None,
@@ -175,13 +177,9 @@ def make_folder(path: Path) -> None:
 
 
 def parse(text: str, devices: int) -> Cuboid:
-    parts = text.split(",")
-    if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
-        raise ValueError(f"--explain {text!r} is not four sizes; write DATA,X,Y,Z such as 1,2,2,2")
-    data, x, y, z = (int(part) for part in parts)
-    cuboid = Cuboid(x, y, z, data)
+    cuboid = Cuboid.parse(text)
     if cuboid.ranks != devices:
-        raise ValueError(f"--explain {text} has data·x·y·z = {cuboid.ranks} devices, not --devices {devices}")
+        raise ValueError(f"--explain {text} has x·y·z·replicas·pipe = {cuboid.ranks} devices, not --devices {devices}")
     return cuboid
 
 

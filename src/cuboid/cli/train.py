@@ -49,6 +49,9 @@ def train(
     cuboid: Annotated[
         str, typer.Option(help="x,y,z; or auto: what cuboid plan finds fastest for as many ranks as configured.")
     ] = "",
+    replicas: Annotated[
+        int, typer.Option(help="Data-parallel replicas of the whole cuboid; 0: as configured.", min=0)
+    ] = 0,
     pipe: Annotated[
         int, typer.Option(help="Stages of a pipeline, each on a cuboid of its own; 0: as configured.", min=0)
     ] = 0,
@@ -86,6 +89,8 @@ def train(
         if config is None:  # the run's own, wherever its folder is by now
             own = [f"logging.folder={toml(str(run))}", "model.pretrained="]  # its weights are its own by now
             config, overrides = run / "config.toml", own + overrides
+    if replicas:
+        overrides = [*overrides, f"cuboid.replicas={replicas}"]
     if pipe:
         overrides = [*overrides, f"cuboid.pipe={pipe}"]
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
@@ -126,8 +131,8 @@ def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
     if cuboid == "auto":
         config, why = planned(config, ranks, hardware)
     elif cuboid:
-        k = Cuboid.parse(cuboid, config.cuboid.data)
-        config = replace(config, cuboid=replace(config.cuboid, x=k.x, y=k.y, z=k.z))
+        k = Cuboid.parse(cuboid, config.cuboid.replicas, pipe=config.cuboid.pipe)
+        config = replace(config, cuboid=replace(config.cuboid, x=k.x, y=k.y, z=k.z, replicas=k.replicas, pipe=k.pipe))
     if hardware and cuboid != "auto":
         raise ValueError(f"--hardware {hardware} is for --cuboid auto; leave it out or give both")
     if under_torchrun() and cuboid != "auto":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuboid.data import MAX_BAD
-from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.mesh.cuboid import AXES, EARLIER, Cuboid
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.freeze import Trained
 from cuboid.model.presets import PRESETS
@@ -72,21 +72,22 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class CuboidSection:
-    """the block of devices: x·y·z·data·pipe ranks"""
+    """the block of devices: x·y·z·replicas·pipe ranks"""
 
     x: int = key(2, "cuts the batch (and the sequence, where the batch is short) and every weight", at_least=1)
     y: int = key(2, "cuts heads, the MLP's inner width, the vocabulary", at_least=1)
     z: int = key(2, "cuts heads and the hidden width", at_least=1)
-    data: int = key(1, "copies of the whole cuboid, each with its own samples", at_least=1)
-    order: tuple[str, ...] = key(AXES, "axes from the slowest over ranks to the fastest")
+    replicas: int = key(
+        1, "data-parallel replicas of the whole cuboid, each with its own samples", at_least=1, was="cuboid.data"
+    )
+    order: tuple[str, ...] = key(AXES, "axes from the slowest over ranks to the fastest", spellings=EARLIER)
     others: tuple[str, ...] = key(
         (),
-        'such as "1x2x2", "1x2x2x2" with data, "1x2x2x1x2" with pipe: for other numbers of ranks that torchrun may '
-        "start; else planned",
+        'cuboids such as "1,2,2" or "1,2,2 replicas=2 pipe=2" for other numbers of ranks that torchrun may start; '
+        "else planned",
+        between=r";|,(?=\s*\d+x)",  # earlier versions wrote 1x2x2
     )
-    pipe: int = key(
-        1, "stages of a pipeline, of consecutive blocks, each on a cuboid (and data copies) of its own", at_least=1
-    )
+    pipe: int = key(1, "pipeline stages, each of consecutive blocks on a cuboid (and replicas) of its own", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ class TrainConfig:
 
     def cuboid_shape(self) -> Cuboid:
         c = self.cuboid
-        return Cuboid(c.x, c.y, c.z, c.data, c.order, pipe=c.pipe)
+        return Cuboid(c.x, c.y, c.z, c.replicas, c.order, pipe=c.pipe)
 
     def schedule_on(self, cuboid: Cuboid, parts: int = 1, chunks: int = 1) -> Schedule:
         """What overlaps with what. Without a pipe nothing is said of it."""
@@ -285,18 +286,7 @@ class TrainConfig:
 
     def other_cuboids(self) -> list[Cuboid]:
         """For other numbers of ranks."""
-        order, found = ",".join(self.cuboid.order), []
-        for text in self.cuboid.others:
-            sizes = text.replace("x", ",").replace("×", ",").split(",")
-            more = [size.strip() for size in sizes[3:]]
-            if len(more) > 2 or not all(size.isdigit() for size in more):
-                raise ValueError(
-                    f"cuboid.others: {toml(text)} is not three to five sizes, x, y, z, data, pipe; write such as 1x2x2 "
-                    "or 1x2x2x2"
-                )
-            data, pipe = (int(size) for size in (*more, "1", "1")[:2])
-            found.append(Cuboid.parse(",".join(sizes[:3]), data, order, pipe))
-        return found
+        return [_other(text, ",".join(self.cuboid.order)) for text in self.cuboid.others]
 
     def check(self) -> None:
         """Raise if this cannot run, from what can be known before anything is started or written."""
@@ -323,11 +313,11 @@ class TrainConfig:
 
     def _check_cuts(self, cuboid: Cuboid) -> None:
         data = self.data
-        parts = data.micro_batches * cuboid.data
+        parts = data.micro_batches * cuboid.replicas
         if data.batch % parts:
             near = [n for n in (data.batch // parts * parts, (data.batch // parts + 1) * parts) if n]
             raise ValueError(
-                f"data.batch = {data.batch} cannot be cut into data.micro_batches · cuboid.data = {parts}; "
+                f"data.batch = {data.batch} cannot be cut into data.micro_batches · cuboid.replicas = {parts}; "
                 f"use {' or '.join(map(str, near))}"
             )
         model, schedule = self.model_config(self.model.vocab or 1), self.schedule_on(cuboid)
@@ -342,6 +332,16 @@ class TrainConfig:
             raise ValueError(f"model.freeze = {toml(self.model.freeze)} leaves nothing to train; freeze less")
         if self.model.freeze and cuboid.pipe > 1:
             raise ValueError(f"model.freeze with cuboid.pipe = {cuboid.pipe} is not supported; use pipe = 1")
+
+
+def _other(text: str, order: str) -> Cuboid:
+    """One of `cuboid.others`. Earlier versions wrote 1x2x2x2 for replicas, 1x2x2x1x2 for stages of a pipeline."""
+    sizes = text.split("x")
+    more = [f"{name}={size.strip()}" for name, size in zip(("replicas", "pipe"), sizes[3:], strict=False)]
+    try:
+        return Cuboid.parse(" ".join([",".join(sizes[:3]), *more]) if 3 < len(sizes) < 6 else text, order=order)
+    except ValueError as error:
+        raise ValueError(f"cuboid.others: {error}") from None
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = (), preset: str = "") -> TrainConfig:
