@@ -48,7 +48,7 @@ def test_preflight_runs_below_a_limit_and_rejects_above(text: Path, cuboid: Cubo
 
 
 def test_preflight_has_the_planners_figures() -> None:
-    config = load(None, ["model.dropout=0.1", "data.micro_batches=2", "memory.checkpoint=selective"])
+    config = load(None, ["model.dropout=0.1", "data.micro_batches=2", "memory.recompute=selective"])
     work = Work(config.model_config(256), 8, 128, "fp32", 2)
     plan = predict(PRESETS["cpu"], work, config.cuboid_shape(), Choice("selective"))
     assert preflight.need(config, apart=False).by_kind == plan.memory

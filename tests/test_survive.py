@@ -128,7 +128,7 @@ def rank_1(agent: "subprocess.Popen[str]") -> int:
 def test_differences_compares_only_settings_that_affect_result(text: Path) -> None:
     config = tiny(text, *on("2,1,1"))
     written = resolved_toml(config)
-    for change in (*on("1,2,1"), "memory.checkpoint=full", "logging.every=3", "logging.folder=elsewhere"):
+    for change in (*on("1,2,1"), "memory.recompute=full", "logging.every=3", "logging.folder=elsewhere"):
         assert differences(tiny(text, change), written) == [], change
     for change in ("seed=1", "model.hidden=64", "data.batch=16", "optimizer.lr=1", "schedule.steps=13"):
         (found,) = differences(tiny(text, change), written)

@@ -69,11 +69,11 @@ def test_trainer_low_precision_stays_within_rounding(
     ("cuboid", "changes"),
     [
         ("2,2,1", "data.micro_batches=2"),
-        ("2,2,1", "data.micro_batches=2 overlap.parts=2"),
+        ("2,2,1", "data.micro_batches=2 overlap.sub_batches=2"),
         ("2,1,2,2", "data.micro_batches=2"),
         ("1,2,1,2", "data.micro_batches=4"),
-        ("2,2,1", "memory.checkpoint=full"),
-        ("2,2,1", "memory.checkpoint=selective"),
+        ("2,2,1", "memory.recompute=full"),
+        ("2,2,1", "memory.recompute=selective"),
     ],
 )
 def test_trainer_memory_options_do_not_change_loss_curve(

@@ -117,7 +117,7 @@ def train(
             outcome = launch(train_on_rank, ranks, args, stop, timeout)[0]
         else:
             assert folder is not None
-            saved, most = partial(checkpoint.last_step, folder / "checkpoints"), chosen.restart.most
+            saved, most = partial(checkpoint.last_step, folder / "checkpoints"), chosen.restart.max_restarts
             outcome = keep_running(train_on_rank, ranks, args, stop, timeout, most, saved, warn)[0]
     if outcome is not None:
         show(outcome)

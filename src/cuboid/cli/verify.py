@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cuboid.dtypes import known
 from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
 from cuboid.model.config import FAMILIES, ModelConfig
@@ -54,8 +55,8 @@ def verify(
         str, typer.Option(help="none, selective (attention) or full (each block) in backward.")
     ] = "none",
     prefetch: Annotated[bool, typer.Option(help="Gather the next layer's weights while this one computes.")] = True,
-    parts: Annotated[int, typer.Option(help="Parts of a batch in step.", min=1)] = 1,
-    chunks: Annotated[int, typer.Option(help="Chunks of a product's tokens.", min=1)] = 1,
+    sub_batches: Annotated[int, typer.Option(help="Interleaved sub-batches.", min=1)] = 1,
+    chunks: Annotated[int, typer.Option(help="Chunks of a matmul's tokens.", min=1)] = 1,
     freeze: Annotated[str, typer.Option(help="A pattern of the parameters that are not trained.")] = "",
     label_smoothing: Annotated[float, typer.Option()] = 0.0,
     z_loss: Annotated[float, typer.Option()] = 0.0,
@@ -79,12 +80,13 @@ def verify(
         raise ValueError(
             f"--ranks {ranks} is not x·y·z·replicas·pipe = {shape.ranks} of cuboid {shape}; leave one of them out"
         )
+    dtype = known(dtype, DTYPES)
     config = ModelConfig(
         family, layers, hidden, heads, vocab, seq, kv_heads, ffn=ffn, tied=tied, bias=bias, dropout=dropout
     )
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     loss = Loss(label_smoothing=label_smoothing, z_loss=z_loss)
-    schedule = Schedule(prefetch, parts, chunks)
+    schedule = Schedule(prefetch, sub_batches, chunks)
     case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed, schedule, freeze)  # type: ignore[arg-type]
     console = Console(stderr=as_json)
     if steps:
@@ -157,7 +159,7 @@ def kill_ranks(console: Console, case: Case, kills: int, as_json: bool) -> None:
 
 def training(case: Case, steps: int) -> TrainConfig:
     """The case as a training run."""
-    c, k, default = case.config, case.cuboid, TrainConfig()
+    c, k, s, default = case.config, case.cuboid, case.schedule, TrainConfig()
     names = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied", "bias", "dropout")
     return replace(
         default,
@@ -168,7 +170,7 @@ def training(case: Case, steps: int) -> TrainConfig:
         schedule=replace(default.schedule, steps=steps, warmup=min(steps, default.schedule.warmup)),
         precision=replace(default.precision, dtype="bf16" if case.dtype == "bf16" else "fp32"),
         memory=MemorySection(case.policy.activations, case.policy.weights, case.recompute, case.policy.head_elements),
-        overlap=OverlapSection(**vars(case.schedule)),
+        overlap=OverlapSection(s.prefetch, s.parts, s.chunks),
         loss=LossSection(case.loss.label_smoothing, case.loss.z_loss),
     )
 

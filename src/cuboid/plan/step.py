@@ -39,7 +39,7 @@ def prices_of(hw: Hardware, work: Work, sizes: Sizes) -> Prices:
     if work.precision not in hw.rate:
         raise ValueError(
             f"hardware {hw.name!r} has no figures for {work.precision}; it has {', '.join(hw.rate)}: "
-            f"use --precision {next(iter(hw.rate))}, or calibrate with --precision {work.precision}"
+            f"use --dtype {next(iter(hw.rate))}, or calibrate with --dtype {work.precision}"
         )
     hw.check_links(sizes.cuboids[0].ranks)
     return Prices(hw, work.precision, ITEMSIZE[work.precision], sizes.groups)

@@ -58,7 +58,10 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
         cuboid=CuboidSection(k.x, k.y, k.z, k.replicas, k.order, config.cuboid.others, k.pipe),
         memory=MemorySection(policy.activations, policy.weights, choice.recompute, m.head_elements),
         overlap=replace(
-            config.overlap, prefetch=choice.schedule.prefetch, parts=0 if choice.schedule.parts > 1 else 1, chunks=1
+            config.overlap,
+            prefetch=choice.schedule.prefetch,
+            sub_batches=0 if choice.schedule.parts > 1 else 1,
+            chunks=1,
         ),
     )
     return chosen, f"{why(ranking)} {guess}".rstrip()

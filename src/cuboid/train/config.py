@@ -5,6 +5,7 @@ on eight ranks, in about two minutes on two cores.
 """
 
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuboid.data import MAX_BAD
+from cuboid.dtypes import SPELLINGS
 from cuboid.mesh.cuboid import AXES, EARLIER, Cuboid
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.freeze import Trained
 from cuboid.model.presets import PRESETS
 from cuboid.step.pipeline import Split, orders
 from cuboid.step.schedule import Schedule
-from cuboid.train.keys import assignment, build, flatten, key, keys, toml, value_of, write
+from cuboid.train.keys import RenamedKey, assignment, build, flatten, key, keys, toml, value_of, write
 from cuboid.train.origin import Origin
 
 #: Sections that decide the result.
@@ -144,28 +146,39 @@ class ScheduleSection:
 class PrecisionSection:
     """number formats"""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = key("fp32", "of products and activations; weights at rest are fp32")
+    dtype: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32", "of matmuls and activations; weights at rest are fp32", spellings=SPELLINGS
+    )
     loss_scale: float = key(65536.0, "fp16: what the loss is multiplied by at first", above=0)
     growth_interval: int = key(2000, "fp16: steps without overflow until the scale doubles", at_least=1)
 
 
 @dataclass(frozen=True)
 class MemorySection:
-    """what is kept for backward, and what is made again"""
+    """what is kept for backward, and what is recomputed"""
 
-    activations: Literal["regather", "retain"] = key("regather", "activations gathered for a product")
-    weights: Literal["regather", "retain"] = key("regather", "weights gathered for a product")
-    checkpoint: Literal["none", "selective", "full"] = key("none", "computed again: nothing, attention, blocks")
+    activations: Literal["regather", "retain"] = key("regather", "activations gathered for a matmul")
+    weights: Literal["regather", "retain"] = key("regather", "weights gathered for a matmul")
+    recompute: Literal["none", "selective", "full"] = key(
+        "none", "in backward: nothing, attention, or whole blocks", was="memory.checkpoint"
+    )
     head_elements: int = key(1 << 24, "most elements of partial logits alive at a time", at_least=1)
 
 
 @dataclass(frozen=True)
 class OverlapSection:
-    """what is sent while something else computes, and how lean that is"""
+    """communication that overlaps with computation"""
 
     prefetch: bool = key(True, "gather the next layer's weights while this one computes")
-    parts: int = key(0, "of a batch in step, one computes while others send; 1: none, 0: what suits", at_least=0)
-    chunks: int = key(0, "of a product's tokens, multiplied while others are sent; 1: none, 0: what suits", at_least=0)
+    sub_batches: int = key(
+        0,
+        "interleaved parts of a micro-batch: one computes while others communicate; 1: none, 0: chosen by size",
+        at_least=0,
+        was="overlap.parts",
+    )
+    chunks: int = key(
+        0, "of a matmul's tokens: one is multiplied while others are sent; 1: none, 0: chosen by size", at_least=0
+    )
     compile: bool = key(False, "fuse elementwise work with torch.compile")
     beside: bool = key(False, "run the forward of a micro-batch beside the backward of the one before it")
     pipeline: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "beside"] = key(
@@ -196,9 +209,14 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class RestartSection:
-    """what becomes of a run whose ranks die"""
+    """failed ranks are restarted"""
 
-    most: int = key(3, "times in a row that all ranks start again without a new checkpoint; 0: never", at_least=0)
+    max_restarts: int = key(
+        3,
+        "times in a row that all ranks are restarted without a new checkpoint; 0: never",
+        at_least=0,
+        was="restart.most",
+    )
 
 
 @dataclass(frozen=True)
@@ -219,7 +237,12 @@ class GuardSection:
     loss_factor: float = key(2.0, "a spike: a loss so many times the median of the last steps; 0: none is", at_least=0)
     norm_factor: float = key(10.0, "a spike: a gradient's norm so many times the median; 0: none is", at_least=0)
     window: int = key(50, "how many steps the median is of", at_least=1)
-    most_skips: int = key(10, "stop after more skipped steps in a row, fp16's search for its scale aside", at_least=0)
+    max_skips: int = key(
+        10,
+        "stop after more skipped steps in a row, fp16's search for its scale aside",
+        at_least=0,
+        was="guard.most_skips",
+    )
     check_every: int = key(0, "steps between checks for silent corruption; 0: none", at_least=0)
 
 
@@ -370,7 +393,8 @@ def differences(config: TrainConfig, written: str) -> list[str]:
     """Where a run folder's config.toml is not this run's, in what decides the result: "key = theirs (here ours)".
     Empty: it is this run's, on whatever ranks."""
     try:
-        theirs = flatten(TrainConfig, tomllib.loads(written))
+        with warnings.catch_warnings(action="ignore", category=RenamedKey):
+            theirs = flatten(TrainConfig, tomllib.loads(written))
     except ValueError as error:
         return [f"a config.toml that cannot be read ({error})"]
     found = []

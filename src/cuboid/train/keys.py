@@ -167,20 +167,31 @@ def keys(tree: type) -> dict[str, Key]:
     return found
 
 
-def flatten(tree: type, table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """A TOML table as dotted keys with their values, types checked."""
-    known, tables = keys(tree), dict(sections(tree))
+def flatten(tree: type, table: Mapping[str, Any]) -> dict[str, Any]:
+    """A TOML table as dotted keys with their values, types checked. One warning for all keys by their earlier names."""
+    renamed: dict[str, str] = {}
+    found = _flatten(tree, table, "", renamed)
+    if renamed:
+        _warn_of(renamed)
+    return found
+
+
+def _flatten(tree: type, table: Mapping[str, Any], at: str, renamed: dict[str, str]) -> dict[str, Any]:
+    known, tables, now = keys(tree), dict(sections(tree)), earlier_names(tree)
     found: dict[str, Any] = {}
     for word, value in table.items():
-        name = current(tree, f"{at}.{word}".strip("."))
+        written = f"{at}.{word}".strip(".")
+        name = now.get(written, written)
         if name in found:
-            raise ValueError(f"{at}.{word} is the earlier name of {name}, which is given too; remove one of them")
+            raise ValueError(f"{name} is given twice, once by its earlier name; remove one of them")
+        if name != written:
+            renamed[written] = name
         if name in known:
             found[name] = known[name].fit(value)
         elif name not in tables:
             raise unknown(tree, name, value)
         elif isinstance(value, Mapping):
-            found |= flatten(tree, value, name)
+            found |= _flatten(tree, value, name, renamed)
         else:
             raise ValueError(_is_section(tree, name, toml(value)))
     return found
@@ -189,7 +200,9 @@ def flatten(tree: type, table: Mapping[str, Any], at: str = "") -> dict[str, Any
 def assignment(tree: type, text: str) -> tuple[str, Any]:
     """`key=value` as typed on the command line."""
     typed_name, equals, typed = (part.strip() for part in text.partition("="))
-    name = current(tree, typed_name)
+    name = earlier_names(tree).get(typed_name, typed_name)
+    if name != typed_name:
+        _warn_of({typed_name: name})
     known = keys(tree)
     if not equals:
         raise ValueError(f"--set {text} has no value; write key=value, such as --set {next(iter(known))}=1")
@@ -200,13 +213,14 @@ def assignment(tree: type, text: str) -> tuple[str, Any]:
     return name, known[name].fit(known[name].parse(typed))
 
 
-def current(tree: type, name: str) -> str:
-    """The name that a key has now, with a warning if this is an earlier one."""
-    for now, each in keys(tree).items():
-        if name and name == each.rule.was:
-            warnings.warn(f"{name} is now called {now}; please use the new name", RenamedKey, stacklevel=2)
-            return now
-    return name
+def earlier_names(tree: type) -> dict[str, str]:
+    """The names that keys have now, by what earlier versions called them."""
+    return {each.rule.was: name for name, each in keys(tree).items() if each.rule.was}
+
+
+def _warn_of(renamed: Mapping[str, str]) -> None:
+    pairs = ", ".join(f"{was} is now called {now}" for was, now in renamed.items())
+    warnings.warn(f"{pairs}; earlier names are still read", RenamedKey, stacklevel=3)
 
 
 def build(tree: type, values: Mapping[str, Any], at: str = "") -> Any:

@@ -55,7 +55,7 @@ def need(config: TrainConfig, apart: bool, gpu: bool = False) -> Need:
     batch = d.batch // d.micro_batches
     work = Work(model, batch, d.seq, config.precision.dtype, d.micro_batches, config.model.freeze)
     policy = Policy(m.activations, m.weights, m.head_elements)
-    choice = Choice(m.checkpoint, policy, schedule_of(config, model, apart))
+    choice = Choice(m.recompute, policy, schedule_of(config, model, apart))
     found = planned(PRESETS["h100-ndr" if gpu else "cpu"], work, cuboid, choice)  # which are NCCL's and gloo's
     return Need({each.name: int(getattr(found, each.name)[0]) for each in fields(found)})
 
@@ -138,9 +138,9 @@ def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
 
 def _recomputed(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     levels = ("none", "selective", "full")
-    for level in levels[1 + levels.index(config.memory.checkpoint) :]:
-        memory = replace(config.memory, checkpoint=level)  # type: ignore[arg-type]
-        yield f"--set memory.checkpoint={level}", replace(config, memory=memory)
+    for level in levels[1 + levels.index(config.memory.recompute) :]:
+        memory = replace(config.memory, recompute=level)  # type: ignore[arg-type]
+        yield f"--set memory.recompute={level}", replace(config, memory=memory)
 
 
 def _in_micro_batches(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
