@@ -47,7 +47,7 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     ),
     (lambda: Cuboid(2, 0, 1), ["y=0", "at least 1"]),
     (lambda: Cuboid(2, 1, True), ["z=True", "whole number"]),
-    (lambda: Cuboid(order=("x", "y", "z", "z")), ["'x,y,z,z'", "data, x, y, z", "once"]),
+    (lambda: Cuboid(order=("x", "y", "z", "z")), ["'x,y,z,z'", "replicas, x, y, z", "once"]),
     (lambda: Policy(activations="keep"), ["activations='keep'", "regather, retain"]),  # type: ignore[arg-type]
     (lambda: Policy(weights=""), ["weights=''", "regather, retain"]),  # type: ignore[arg-type]
     (lambda: Loss(label_smoothing=1.0), ["label_smoothing=1.0", "at least 0 and below 1"]),

@@ -21,7 +21,8 @@ from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.hf.folder import Stored
-from cuboid.run.launch import Pool, RankError, RunError, World, launch
+from cuboid.run.errors import RankError, RunError
+from cuboid.run.launch import Pool, World, launch
 from cuboid.train import checkpoint, manifest, storage
 from cuboid.train.checkpoint import candidates, complete, newest, step_of
 from cuboid.train.config import TrainConfig

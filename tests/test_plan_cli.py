@@ -88,10 +88,10 @@ def test_plan_cli_takes_toml_or_run_with_its_sizes(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.toml").write_text(resolved_toml(config))
     for source in (tmp_path / "run", tmp_path / "run" / "config.toml"):
         found = json.loads(run("plan", source, "--hardware", "cpu", "--json"))
-        assert (found["batch"], found["seq"], found["precision"], found["devices"]) == (8, 16, "bf16", 4)
+        assert (found["batch"], found["seq"], found["dtype"], found["ranks"]) == (8, 16, "bf16", 4)
         assert found["model"] == asdict(config.model_config(256))
     found = json.loads(run("plan", source, "--hardware", "cpu", "--json", "--batch", 16, "--seq", 32, "--ranks", 2))
-    assert (found["batch"], found["seq"], found["precision"], found["devices"]) == (16, 32, "bf16", 2)
+    assert (found["batch"], found["seq"], found["dtype"], found["ranks"]) == (16, 32, "bf16", 2)
 
 
 def test_plan_cli_explains_one_cuboid_and_plots(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def test_preflight_remedy_is_the_smallest_that_fits(share: float, limit) -> None
     with pytest.raises(ValueError, match="the run does not fit") as error:
         preflight.check(config, ranks)
     advice = str(error.value).split("are free; ")[1].split(" would fit")[0]
-    words = advice.replace("--cuboid ", "--set --cuboid=").split(" --set ")
+    words = (
+        advice.replace("--replicas ", "--set cuboid.replicas=").replace("--cuboid ", "--set --cuboid=").split(" --set ")
+    )
     changes = [word.removeprefix("--set ") for word in words]
     for before in (changes[:-1], changes):
         others = [change for change in before if not change.startswith("--cuboid")]

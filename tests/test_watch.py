@@ -26,8 +26,9 @@ from cuboid.comm.journal import Account, Journal, explain
 from cuboid.layers import product
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
+from cuboid.run.errors import RankError
 from cuboid.run.launch import Pool, World, launch
-from cuboid.run.watch import ALARM, Alarm, Mismatched, RankError, Stalled, Watch, watched
+from cuboid.run.watch import ALARM, Alarm, Mismatched, Stalled, Watch, watched
 from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer
 

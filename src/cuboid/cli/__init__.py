@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from typing import Annotated, Any
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -22,7 +22,8 @@ from cuboid.cli.sample import sample
 from cuboid.cli.say import warn
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
-from cuboid.run.launch import RankError, RunError, is_first_of_host
+from cuboid.run.errors import RankError, RunError
+from cuboid.run.started import is_first_of_host
 from cuboid.train.keys import RenamedKey
 
 app = typer.Typer(
@@ -70,12 +71,19 @@ def main() -> None:
         sys.exit(1)
 
 
-def _show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """A warning to the person who typed the command, in one line; to programmers, as Python shows it."""
     if issubclass(category, RenamedKey):
         warn(str(message))
     else:
-        sys.stderr.write(warnings.formatwarning(message, category, *where[:2]))
+        (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def say(error: Exception) -> None:

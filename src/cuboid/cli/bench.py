@@ -24,7 +24,7 @@ from cuboid.emulate.slow_motion import parse
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
 from cuboid.run.cluster import bits_per_second, can_make_hosts, try_hosts
-from cuboid.run.launch import is_first, under_torchrun
+from cuboid.run.started import is_first, under_torchrun
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from cuboid.device import any_gpu
 from cuboid.emulate.slow_motion import SlowMotion, parse
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.cluster import can_make_hosts
-from cuboid.run.launch import TIMEOUT, is_first, is_first_of_host, launch, local_ranks, under_torchrun
+from cuboid.run.launch import TIMEOUT, launch
 from cuboid.run.restart import keep_running
+from cuboid.run.started import is_first, is_first_of_host, local_ranks, under_torchrun
 from cuboid.run.stop import Stop
 from cuboid.train import checkpoint
 from cuboid.train.auto import for_ranks, planned

@@ -17,7 +17,8 @@ from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
 from cuboid.model.config import FAMILIES, ModelConfig
 from cuboid.model.cuboid import Policy
-from cuboid.run.launch import launch, under_torchrun
+from cuboid.run.launch import launch
+from cuboid.run.started import under_torchrun
 from cuboid.step.schedule import Schedule
 from cuboid.train.compare import curves, draw
 from cuboid.train.config import CuboidSection, LossSection, MemorySection, OverlapSection, TrainConfig

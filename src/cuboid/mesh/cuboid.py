@@ -4,9 +4,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations, product
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 AXES = ("pipe", "replicas", "x", "y", "z")
 #: What files of earlier versions call an axis.
@@ -95,8 +97,10 @@ class Cuboid:
             rank = rank * getattr(self, axis) + coordinates[axis]
         return rank
 
-    def array(self, axes: tuple[str, ...]) -> NDArray[np.int64]:
+    def array(self, axes: tuple[str, ...]) -> "NDArray[np.int64]":
         """The ranks as an array whose dims are `axes`."""
+        import numpy as np  # here: the command line reads cuboids and has no use for it
+
         grid = np.arange(self.ranks).reshape([getattr(self, axis) for axis in self.order])
         return np.ascontiguousarray(grid.transpose([self.order.index(axis) for axis in axes]))
 

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from cuboid.data import MAX_BAD
+from cuboid.data.faults import MAX_BAD
 from cuboid.dtypes import SPELLINGS
 from cuboid.mesh.cuboid import AXES, EARLIER, Cuboid
 from cuboid.model.config import ModelConfig, RopeScaling
@@ -21,7 +21,6 @@ from cuboid.model.presets import PRESETS
 from cuboid.step.pipeline import Split, orders
 from cuboid.step.schedule import Schedule
 from cuboid.train.keys import RenamedKey, assignment, build, flatten, key, keys, toml, value_of, write
-from cuboid.train.origin import Origin
 
 #: Sections that decide the result.
 DECISIVE = ("seed", "model", "data", "optimizer", "schedule", "precision", "loss", "guard")
@@ -442,6 +441,8 @@ def _pretrained(given: Mapping[str, Any]) -> dict[str, Any]:
             f"model.preset = {toml(given['model.preset'])} and model.pretrained = {toml(given['model.pretrained'])} "
             "both say what the model is; give one of them"
         )
+    from cuboid.train.origin import Origin  # here: it brings torch, which most configurations are read without
+
     origin = Origin.find(Path(given["model.pretrained"]))
     values = _model_keys(origin.config)
     built = any((Path(path) / "train.json").is_file() for path in given.get("data.paths", ()))

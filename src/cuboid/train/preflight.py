@@ -19,7 +19,8 @@ from cuboid.plan.layer import Choice, Work
 from cuboid.plan.memory import planned
 from cuboid.plan.search import shapes
 from cuboid.plan.sizes import Sizes
-from cuboid.run.launch import World, local_ranks
+from cuboid.run.launch import World
+from cuboid.run.started import local_ranks
 from cuboid.train.auto import vocab_of
 from cuboid.train.config import TrainConfig
 from cuboid.train.layout import schedule_of
