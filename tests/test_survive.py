@@ -133,7 +133,7 @@ def test_differences_compares_only_settings_that_affect_result(text: Path) -> No
     for change in ("seed=1", "model.hidden=64", "data.batch=16", "optimizer.lr=1", "schedule.steps=13"):
         (found,) = differences(tiny(text, change), written)
         assert found.startswith(f"{change.partition('=')[0]} = ")
-    assert "cannot be read" in differences(config, written[: len(written) // 2] + "torn")[0]
+    assert "cannot be read" in differences(config, written[: len(written) // 2] + "\ntorn")[0]
 
 
 def test_run_folder_lock_allows_one_writer(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def nothing_fits(config: object, ranks: int, machine: str) -> None:
 
 def test_for_ranks_rejects_impossible_rank_count(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "planned", nothing_fits)
-    said = r"there are 2 ranks, not the 8 of \(2,2,2\), and no cuboid of 2 is possible: nothing fits"
+    said = r"there are 2 ranks, not the 8 of 2,2,2, and no cuboid of 2 is possible: nothing fits"
     with pytest.raises(ValueError, match=said):
         for_ranks(tiny(text, *on("2,2,2")), 2, "")
 
