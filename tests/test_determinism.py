@@ -36,8 +36,8 @@ def curve_of(pool: Pools, text: Path, *changes: str) -> list[tuple[float, float]
 #: What changes where or when something is computed or kept, and not what.
 HARMLESS = (
     "overlap.prefetch=false",
-    "memory.checkpoint=full",
-    "memory.checkpoint=selective",
+    "memory.recompute=full",
+    "memory.recompute=selective",
     "memory.activations=retain",
     "memory.weights=retain",
     "precision.deterministic=true",
@@ -53,7 +53,7 @@ def test_runs_are_same_to_the_bit_on_one_cuboid(pool: Pools, text: Path) -> None
 
 def test_runs_differ_by_rounding_on_other_cuboids_and_schedules(pool: Pools, text: Path) -> None:
     first = curve_of(pool, text)
-    for change in ("overlap.parts=2", "cuboid.order=z,y,x,data", "cuboid.z=1"):
+    for change in ("overlap.sub_batches=2", "cuboid.order=z,y,x,replicas", "cuboid.z=1"):
         assert furthest(curve_of(pool, text, change), first) < 1e-5, change
 
 

@@ -16,7 +16,8 @@ from cuboid.doctor.facts import Facts
 from cuboid.doctor.finding import Finding
 from cuboid.doctor.trials import Connected, exactness, links, small_model, small_run, training
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.run.launch import RankError, World
+from cuboid.run.errors import RankError
+from cuboid.run.launch import World
 from cuboid.train.compare import Curves
 from cuboid.train.config import load
 from cuboid.train.preflight import Need
@@ -69,15 +70,15 @@ def test_topology_names_hosts_and_axes() -> None:
     two = checks.topology(world(CPU, "aabb"), cuboid, sent)
     expect(two, "ok", "a: ranks 0, 1; b: ranks 2, 3", "inside a host y, between hosts x")
     assert two.figures["across"] == ["x"]
-    swapped = checks.topology(world(CPU, "aabb"), replace(cuboid, order=("data", "z", "y", "x")), sent)
-    expect(swapped, "warning", "sends 100B in a step", 'cuboid.order=["pipe", "data", "z", "x", "y"]', "sends 10B")
+    swapped = checks.topology(world(CPU, "aabb"), replace(cuboid, order=("replicas", "z", "y", "x")), sent)
+    expect(swapped, "warning", "sends 100B in a step", 'cuboid.order=["pipe", "replicas", "z", "x", "y"]', "sends 10B")
     expect(checks.topology(world(CPU, "abab"), cuboid, sent), "error", "not consecutive", "host by host")
     expect(checks.topology(world(CPU, "aaab"), cuboid, sent), "warning", "different numbers of ranks")
 
 
 def test_topology_suggested_order_is_one_that_config_takes() -> None:
-    config = load(None, ['cuboid.order=["pipe", "data", "z", "x", "y"]'])
-    assert config.cuboid_shape().order == ("pipe", "data", "z", "x", "y")
+    config = load(None, ['cuboid.order=["pipe", "replicas", "z", "x", "y"]'])
+    assert config.cuboid_shape().order == ("pipe", "replicas", "z", "x", "y")
 
 
 @pytest.mark.parametrize("each", checks.HURTFUL, ids=lambda each: each.name)
@@ -144,7 +145,9 @@ def test_exactness_tells_values_from_formulas() -> None:
     good = Report({"loss": 0.0, "d a": 2e-16}, 1e-9)
     expect(exactness(good, Cuboid(2)), "ok", "1 gradients", "one device's to 2e-16")
     off = replace(good, errors={"loss": 0.0, "d a": 1e-3})
-    expect(exactness(off, Cuboid(2, 1, 1, 2)), "error", "d a is 1.0e-03 off", "verify --cuboid 2,1,1 --data 2 shows")
+    expect(
+        exactness(off, Cuboid(2, 1, 1, 2)), "error", "d a is 1.0e-03 off", "verify --cuboid 2,1,1 --replicas 2 shows"
+    )
     expect(exactness(replace(good, traffic_predicted=False), Cuboid(2)), "warning", "bytes sent are not the formulas'")
     uneven = replace(good, balance={"FLOPs": Balance(1, 1, 1, False)})
     expect(exactness(uneven, Cuboid(2)), "warning", "FLOPs are not the formulas'", "plans may be off")
@@ -168,7 +171,7 @@ def test_small_model_and_run_fit_any_cuboid(sizes: str) -> None:
 
 
 def test_sent_by_has_every_axis() -> None:
-    assert set(sent_by(load(None, on("2,2,2,2")))) == {"x", "y", "z", "data"}
+    assert set(sent_by(load(None, on("2,2,2,2")))) == {"x", "y", "z", "replicas"}
 
 
 def test_hardware_of_holds_no_cpu_against_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +210,7 @@ def test_examine_ends_with_the_stage_that_fails() -> None:
 
 def test_doctor_cli_finds_this_machine_ready(tmp_path: Path, cuboid: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    changes = sets(settings(write_text(tmp_path), "cuboid.data=2"))
+    changes = sets(settings(write_text(tmp_path), "cuboid.replicas=2"))
     said = cuboid("doctor", "--cuboid", "1,2,1", "--json", *changes)
     assert said.code == 0, (said.out, said.err)
     found = json.loads(said.out)
@@ -218,7 +221,7 @@ def test_doctor_cli_finds_this_machine_ready(tmp_path: Path, cuboid: Command, mo
         *("versions", "devices", "topology", "settings", "memory", "storage", "links", "exactness", "training")
     ]
     axes = [each["figures"].get("axis") for each in found["findings"] if each["check"] == "links"]
-    assert axes == ["data", "y", None]  # in the order of the axes, then what is said of all
+    assert axes == ["replicas", "y", None]  # in the order of the axes, then what is said of all
     assert by_check["exactness"]["figures"]["worst"] < 1e-9
     assert len(by_check["training"]["figures"]["cuboid"]) == 20
     assert [path.name for path in tmp_path.iterdir()] == ["text 0.txt"]  # nothing is written

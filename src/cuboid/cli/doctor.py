@@ -16,7 +16,9 @@ from cuboid.device import prepare_deterministic
 from cuboid.doctor import examine, on_rank
 from cuboid.doctor.finding import Finding
 from cuboid.plan.hardware import load as load_hardware
-from cuboid.run.launch import Pool, RunError, World, launch, under_torchrun
+from cuboid.run.errors import RunError
+from cuboid.run.launch import Pool, World, launch
+from cuboid.run.started import under_torchrun
 from cuboid.train.config import TrainConfig, load
 
 INDENT = 18  # of what a line says, behind its verdict and the name of the check

@@ -75,7 +75,7 @@ def sent_by(config: TrainConfig) -> dict[str, int]:
     policy, compute = Policy(m.activations, m.weights, m.head_elements), COMPUTE[config.precision.dtype]
     at, size = cuboid.coordinates(0), 4 if compute is None else compute.itemsize
     batch = d.batch // d.micro_batches
-    return step_cost(model, cuboid, at, batch, d.seq, policy, m.checkpoint, 4, size).bytes()
+    return step_cost(model, cuboid, at, batch, d.seq, policy, m.recompute, 4, size).bytes()
 
 
 def on_links(world: World, config: TrainConfig, hardware: str) -> list[Finding]:

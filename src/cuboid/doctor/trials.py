@@ -105,7 +105,7 @@ def try_links(world: World, cuboid: Cuboid, hardware: Hardware | None) -> list[F
 def small_model(cuboid: Cuboid, family: str = "gpt2") -> tuple[ModelConfig, int, int]:
     """A model that a cuboid can cut, and a batch of sequences for it: every axis has something to do."""
     heads = cuboid.y * cuboid.z if cuboid.y * cuboid.z > 1 else 2
-    unit, batch = lcm(cuboid.y, cuboid.z), 2 * cuboid.x * cuboid.data * cuboid.pipe
+    unit, batch = lcm(cuboid.y, cuboid.z), 2 * cuboid.x * cuboid.replicas * cuboid.pipe
     layers, seq = max(2, 2 * cuboid.pipe), -(-32 // unit) * unit
     return ModelConfig(family, layers, 8 * heads, heads, vocab=260, context=seq), batch, seq
 
@@ -114,7 +114,7 @@ def exactness(report: Report, cuboid: Cuboid) -> Finding:
     gradients = sum(name.startswith("d ") for name in report.errors)
     name, error = max(report.errors.items(), key=lambda item: item[1])
     command = f"cuboid verify --cuboid {cuboid.x},{cuboid.y},{cuboid.z}" + "".join(
-        f" --{axis} {getattr(cuboid, axis)}" for axis in ("data", "pipe") if getattr(cuboid, axis) > 1
+        f" --{axis} {getattr(cuboid, axis)}" for axis in ("replicas", "pipe") if getattr(cuboid, axis) > 1
     )
     figures = {"worst": error, "tolerance": report.tolerance}
     if report.ok:

@@ -99,7 +99,7 @@ class Trainer:
         self.place = parallel.place(d.batch // d.micro_batches, d.seq)
         self.origin = Origin.find(Path(config.model.pretrained)) if config.model.pretrained else None
         seed = config.seed if self.origin is None else None
-        self.model = Transformer(parallel, seed, dtype, config.memory.checkpoint)
+        self.model = Transformer(parallel, seed, dtype, config.memory.recompute)
         self.corpus.check(self.model.config.vocab)
         if self.origin is not None:
             self.origin.load(self.model)
