@@ -98,8 +98,8 @@ class Hardware:
             )
         if bool(self.group) != bool(self.uplink):
             raise ValueError(
-                f"hardware {self.name!r} has group={self.group} and uplink={self.uplink:g}; give both, nodes behind one "
-                "link and its bytes a second, or neither"
+                f"hardware {self.name!r} has group={self.group} and uplink={self.uplink:g}; give both, nodes behind "
+                "one link and its bytes a second, or neither"
             )
         for level in ("inside", "across"):
             found = getattr(self, level)

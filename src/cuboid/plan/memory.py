@@ -48,9 +48,7 @@ class Footprint:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def memory(
-    hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array, segment: Segment = WHOLE
-) -> Footprint:
+def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array, segment: Segment = WHOLE) -> Footprint:
     """`saved` is what a forward leaves for backward, all layers' and the head's, or those of a stage."""
     held = _Moments(hw, work, sizes, choice, saved, segment)
     parameters, trained = sizes.elements(Trained(work.config), segment) * STORED, held.gradients()

@@ -170,9 +170,9 @@ class PlannedStage:
 
 class Pipelines:
     """Of one choice and one schedule, for every candidate of so many places; the `tails` of another choice will do.
-    Blocks are split as the schedule says, or for the least time, or, `lean`, for the least memory."""
+    Blocks are split as the schedule says, or for the least `time` or `memory`."""
 
-    def __init__(self, pieces: Pieces, schedule: Schedule, tails: Pieces | None = None, lean: bool = False) -> None:
+    def __init__(self, pieces: Pieces, schedule: Schedule, tails: Pieces | None = None, least: str = "") -> None:
         self.pieces, self.work, self.sizes, self.hw = pieces, pieces.work, pieces.sizes, pieces.prices.hw
         self.schedule, self.choice = schedule, replace(pieces.choice, schedule=schedule)
         self.pipe, self.m = int(self.sizes.pipe[0]), self.work.micro_batches
@@ -180,7 +180,7 @@ class Pipelines:
         self._tails = (tails or pieces).tails
         self._segments = [segment_of(stage, self.count - 1) for stage in range(self.count)]
         self.orders = orders(schedule, self.pipe, self.m)
-        self.blocks = self._given() if schedule.split else self._for_memory() if lean else self._for_time()
+        self.blocks = {"": self._given, "time": self._for_time, "memory": self._for_memory}[least]()
         self.totals = [pieces.of[segment].of(n) for segment, n in zip(self._segments, self.blocks, strict=True)]
         self.seconds, self.ends = self._seconds()
 

@@ -188,10 +188,10 @@ def _pipelines(prices: Prices, work: Work, sizes: Sizes) -> "list[Predictions | 
     chosen = [choice for choice in choices() if choice.policy.weights == "regather"]
     pieces = [Pieces(prices, work, sizes, choice) for choice in chosen]
     both = list(product(pieces, pipeline_schedules(work, int(sizes.pipe[0]))))
-    found = [PipelinePredictions(each, schedule, pieces[0]) for each, schedule in both]
+    found = [PipelinePredictions(each, schedule, pieces[0], "time") for each, schedule in both]
     fit = np.logical_or.reduce([each.valid & (each.peak <= prices.hw.memory) for each in found])
     if not fit.all():
-        lean = [PipelinePredictions(each, schedule, pieces[0], lean=True) for each, schedule in both]
+        lean = [PipelinePredictions(each, schedule, pieces[0], "memory") for each, schedule in both]
         for each in lean:
             each.valid &= ~fit
         found += lean
@@ -248,9 +248,9 @@ def _parts(t: Totals, i: int) -> tuple[dict[str, Any], ...]:
 class PipelinePredictions(Pipelines):
     """… and which candidates they make a difference to."""
 
-    def __init__(self, pieces: Pieces, schedule: Schedule, tails: Pieces | None = None, lean: bool = False) -> None:
+    def __init__(self, pieces: Pieces, schedule: Schedule, tails: Pieces, least: str) -> None:
         schedule = replace(schedule, parts=pieces.choice.schedule.parts)
-        super().__init__(pieces, schedule, tails, lean)
+        super().__init__(pieces, schedule, tails, least)
         self.valid = makes_difference(self.sizes, self.choice)
 
     def plan(self, i: int) -> Plan:
@@ -276,6 +276,19 @@ def pipeline_plan(found: Pipelines, i: int) -> Plan:
     fullest = max(memories, key=lambda each: sum(each.values()))
     fits, cuboid = sum(fullest.values()) <= found.hw.memory, found.sizes.cuboids[i]
     return Plan(cuboid, choice, seconds, fullest, compute, exposed, *others, fits, found.hw, tuple(places))
+
+
+def timeline(work: Work, plan: Plan) -> list[dict[str, Any]]:
+    """The moves of a pipeline's step as they are planned, by place."""
+    found = pipeline_of(plan.hardware, work, plan.cuboid, plan.choice)
+    slots = found.slots(0)
+    return [
+        {"place": place, "move": move.kind, "micro_batch": move.batch, "stage": move.stage, "start": start, "end": end}
+        for place, order in enumerate(found.orders)
+        for moves in order
+        for move in moves
+        for start, end in (slots[move],)
+    ]
 
 
 def _best_of_each_shape(predictions: "Sequence[Predictions | PipelinePredictions]") -> tuple[list[Plan], list[Plan]]:

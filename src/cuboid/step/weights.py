@@ -173,9 +173,7 @@ class Gathered:
     gradients wait for a pause in which there is nothing else to do; if they are `left`, for `settle`.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], weights: Tensors, uses: int, late: bool, left: bool = False
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], weights: Tensors, uses: int, late: bool, left: bool = False) -> None:
         self.buckets, self._weights, self._uses, self.late, self._left = buckets, weights, uses, late, left
         self._sums: Tensors = {}
         self._waiting: list[tuple[Callable[[], None], float]] = []
