@@ -50,7 +50,7 @@ def test_planner_peak_of_every_place_matches_dry_run(
 
 
 def test_planner_pipe_joins_groups_of_nodes_behind_a_slow_link() -> None:
-    """Two groups of four nodes. With a link between them that is as fast as eight nodes' there are other best cuboids."""
+    """Two groups of four nodes, whose link is ten times slower than a node's."""
     config = ModelConfig("gpt2", layers=12, hidden=512, heads=8, vocab=1000, context=128, tied=False)
     link = every_kind(Link(0.0, 0.0, 1e9))
     hw = replace(H100, node=1, inside={}, across=link, rate={"fp32": 1e13}, peak={"fp32": 1e13}, group=4, uplink=1e8)

@@ -18,7 +18,7 @@ from math import prod
 
 import numpy as np
 
-from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.cuboid import AXES, Cuboid
 from cuboid.model.freeze import Trained
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import STORED, Choice, Work
@@ -102,7 +102,7 @@ def dealt(layers: int, fixed: Sequence[Array], each: Sequence[Array]) -> Array:
 def crossings(hw: Hardware, cuboid: Cuboid, place: int) -> tuple[int, int]:
     """Of the messages that the ranks of a place send to the next one: how many leave one node, and one group of nodes,
     at most."""
-    ranks = cuboid.array(("pipe", "data", "x", "y", "z")).reshape(cuboid.pipe, -1)
+    ranks = cuboid.array(AXES).reshape(cuboid.pipe, -1)
     senders, receivers = ranks[place], ranks[(place + 1) % cuboid.pipe]
 
     def leaving(share: int) -> int:

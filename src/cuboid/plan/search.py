@@ -101,22 +101,22 @@ def model_flops(work: Work) -> int:
 
 
 def shapes(config: ModelConfig, devices: int, batch: int) -> Iterator[tuple[int, int, int, int]]:
-    """Every (data, x, y, z) of so many devices that the model's heads, hidden size and batch can be cut into."""
+    """Every (replicas, x, y, z) of so many devices that the model's heads, hidden size and batch can be cut into."""
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     for y, z in product(divisors, repeat=2):
         if config.heads % (y * z) or config.hidden % z or devices % (y * z):
             continue
-        for data in divisors:
-            if devices // (y * z) % data == 0 and batch % data == 0:
-                yield data, devices // (y * z) // data, y, z
+        for replicas in divisors:
+            if devices // (y * z) % replicas == 0 and batch % replicas == 0:
+                yield replicas, devices // (y * z) // replicas, y, z
 
 
 def orders(shape: tuple[int, int, int, int], node: int, group: int = 0, pipe: int = 1) -> list[Cuboid]:
     """The shape with its axes in every order that makes a difference to which ranks share a node, or a group of nodes;
     stages of a pipeline one after another."""
-    data, x, y, z = shape
+    replicas, x, y, z = shape
     cuboids = []
-    for each in every_order(Cuboid(x, y, z, data)):
+    for each in every_order(Cuboid(x, y, z, replicas)):
         cuboids.append(replace(each, order=("pipe", *(axis for axis in each.order if axis != "pipe")), pipe=pipe))
     found: dict[tuple[Any, ...], Cuboid] = {}
     of = groups(cuboids, np.ones(len(cuboids), dtype=np.int64), node, group)
@@ -159,7 +159,7 @@ def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> 
     config.check(only or Cuboid(), work.batch, work.seq)
     ranking = Ranking(work, hw, devices, [], [], 0)
     for pipe in [only.pipe] if only is not None else [1, *pipes(work, devices)]:
-        one = None if only is None else [(only.data, only.x, only.y, only.z)]
+        one = None if only is None else [(only.replicas, only.x, only.y, only.z)]
         every = one or shapes(config, devices // pipe, work.batch)
         found = [cuboid for shape in every for cuboid in orders(shape, hw.node, hw.group, pipe)]
         if found:
@@ -295,7 +295,7 @@ def _best_of_each_shape(predictions: "Sequence[Predictions | PipelinePredictions
     """The fastest order and choice of every shape that fits; the smallest of those that do not."""
     cuboids = predictions[0].sizes.cuboids
     numbers: dict[tuple[int, ...], int] = {}
-    shape = np.array([numbers.setdefault((k.data, k.x, k.y, k.z), len(numbers)) for k in cuboids])
+    shape = np.array([numbers.setdefault((k.replicas, k.x, k.y, k.z), len(numbers)) for k in cuboids])
     seconds = np.stack([np.where(each.valid, each.seconds, np.inf) for each in predictions])
     peak = np.stack([np.where(each.valid, each.peak, np.inf) for each in predictions])
     seconds = np.where(peak <= predictions[0].hw.memory, seconds, np.inf)

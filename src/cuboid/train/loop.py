@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cuboid import data
 from cuboid.comm.collectives import from_all, from_first
-from cuboid.device import peak_memory
+from cuboid.device import be_deterministic, peak_memory
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of
 from cuboid.mesh.layout import shard_of
@@ -92,12 +92,14 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.config = config
+        if config.precision.deterministic:
+            be_deterministic(world.device)
         self.corpus = corpus_of(config, warn if world.rank == 0 else lambda _: None)
         parallel, d = layout(config, config.model_config(self.corpus.vocab), world), config.data
         self.place = parallel.place(d.batch // d.micro_batches, d.seq)
         self.origin = Origin.find(Path(config.model.pretrained)) if config.model.pretrained else None
         seed = config.seed if self.origin is None else None
-        self.model = Transformer(parallel, seed, dtype, config.memory.checkpoint)
+        self.model = Transformer(parallel, seed, dtype, config.memory.recompute)
         self.corpus.check(self.model.config.vocab)
         if self.origin is not None:
             self.origin.load(self.model)
@@ -122,6 +124,8 @@ class Trainer:
         start, parts = time.perf_counter(), config.data.micro_batches
         losses = self.model.play(self.micro_batches(self.done, range(parts)), scale=self.scale.scale)
         total = torch.stack(losses).mean()
+        if self.done + 1 < config.schedule.steps:  # while the device is at work, and before the host waits for it
+            self.batches.prefetch(range((self.done + 1) * parts, (self.done + 2) * parts))
         self._begin("optimizer")
         lr = learning_rate(self.done, config.schedule, config.optimizer.lr)
         clip, optimizer = config.optimizer.clip, self.optimizer
@@ -130,11 +134,11 @@ class Trainer:
         self.updates += not applied.skipped
         if config.guard.check_every and self.done % config.guard.check_every == 0:
             check(self.model, optimizer, self.done, config.guard.check_every)
-        value, seconds = float(total), time.perf_counter() - start
+        seconds = time.perf_counter() - start
         self._begin("")
         report = StepReport(
             step=self.done,
-            loss=value,
+            loss=applied.loss,
             grad_norm=applied.norm,
             lr=lr,
             tokens_per_s=config.data.batch * config.data.seq / seconds,
@@ -300,24 +304,36 @@ def pipeline_of(trainer: Trainer) -> str:
 
 
 def open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFolder | None:
-    """Where the run is kept, for rank 0, which writes there. Nothing is made before all is known good."""
-    config, run = trainer.config, None
-    if trainer.model.parallel.mesh.rank == 0:
-        text, events = resolved_toml(config), config.logging.tensorboard
-        check_folder(config, folder, resume)
-        begun = is_begun(config, folder, resume)
-        if begun:
-            run = RunFolder.open(folder, events)
-            run.lock()
-            forget(run.checkpoints, trainer.done)
-            run.rewind(trainer.done)
-            run.keep_config(text)
-        else:
-            run = RunFolder.create(folder, text, events)
-        if not begun or resume is None:
-            trainer.corpus.tokenizer.save(run.path)
-            if trainer.origin is not None:
-                trainer.origin.remember(run.path)
+    """Where the run is kept, for rank 0, which writes there. Nothing is made before all is known good. What rank 0
+    rejects is raised by all ranks, so that none is left waiting."""
+    mesh, run, rejected = trainer.model.parallel.mesh, None, None
+    if mesh.rank == 0:
+        try:
+            run = _open_folder(trainer, folder, resume)
+        except ValueError as error:
+            rejected = error
+    if (rejected := from_first(rejected, mesh.world)) is not None:
+        raise rejected
+    return run
+
+
+def _open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFolder:
+    config = trainer.config
+    text, events = resolved_toml(config), config.logging.tensorboard
+    check_folder(config, folder, resume)
+    begun = is_begun(config, folder, resume)
+    if begun:
+        run = RunFolder.open(folder, events)
+        run.lock()
+        forget(run.checkpoints, trainer.done)
+        run.rewind(trainer.done)
+        run.keep_config(text)
+    else:
+        run = RunFolder.create(folder, text, events)
+    if not begun or resume is None:
+        trainer.corpus.tokenizer.save(run.path)
+        if trainer.origin is not None:
+            trainer.origin.remember(run.path)
     return run
 
 
