@@ -57,7 +57,8 @@ def test_planner_pipe_joins_groups_of_nodes_behind_a_slow_link() -> None:
     work = Work(config, 8, 128, "fp32", 8)
     best = rank(hw, work, 8).plans
     flat = next(plan for plan in best if plan.cuboid.pipe == 1)
-    assert (best[0].cuboid.pipe, best[0].seconds < flat.seconds / 1.2) == (2, True)
+    assert best[0].cuboid.pipe > 1
+    assert best[0].seconds < flat.seconds / 1.2
     assert predict(replace(hw, uplink=1e10), work, flat.cuboid, flat.choice).seconds < flat.seconds / 1.2
     assert predict(hw, work, best[0].cuboid, best[0].choice).seconds == pytest.approx(best[0].seconds, rel=0.02)
 

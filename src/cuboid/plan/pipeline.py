@@ -308,6 +308,8 @@ class Pipelines:
         for move, alive, left, before in self._alive(place):
             held = [self._saved(each, count) for each, count in alive.items()]
             held += [self._left(each, count) for each, count in left.items()]
+            if self.schedule.pipeline == "zero-bubble":  # its own pile up while what its forward saved is let go
+                held.append(np.maximum(self._left(move.stage, 1) - self._saved(move.stage, 1), 0))
             others.setdefault((move.stage, before), []).append(added([np.zeros_like(self.sizes.x), *held]))
         most = {case: np.maximum.reduce(held) for case, held in others.items()}
         for (stage, before), held in most.items():
@@ -326,11 +328,13 @@ class Pipelines:
         return count * self.totals[stage][1].saved
 
     def _left(self, stage: int, count: int) -> Array:
-        """What weight gradients of so many backwards are made of: X and dY of every product, gathered."""
+        """What weight gradients of so many backwards are made of: X and dY of every product, gathered, and the shards
+        of X that it was gathered from."""
         s, c, blocks = self.sizes, self.work.config, self.blocks[stage]
         inner = s.f * (2 if c.gated else 1)
         products = s.d + s.q + 2 * s.kv + s.q + s.d + s.d + inner + s.f + s.d
-        return count * blocks * s.m * products * self.pieces.prices.itemsize
+        shards = np.where(s.y > 1, 2 * s.d // s.y, 0) + np.where(s.z > 1, (s.q + s.f) // s.z, 0)
+        return count * blocks * s.m * (products + shards) * self.pieces.prices.itemsize
 
     def _of_stage(self, stage: int, before: bool, others: Array) -> Footprint:
         """In its backward, with what others have saved, and what the place's other stages have at rest."""

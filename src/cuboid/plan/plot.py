@@ -69,8 +69,8 @@ def _timeline(axes: Axes, work: Work, plan: Plan) -> None:
         kind, width = each["move"], each["end"] - each["start"]
         label = None if kind in drawn else names[kind]
         drawn.add(kind)
-        style = {"color": colours[kind], "edgecolor": "white", "linewidth": 0.5}
-        axes.barh(each["place"], width, left=each["start"], height=0.8, label=label, **style)
+        bar = axes.barh(each["place"], width, left=each["start"], height=0.8, label=label, color=colours[kind])
+        bar[0].set(edgecolor="white", linewidth=0.5)
         if len(plan.places) * work.micro_batches <= 256:
             axes.text(each["start"] + width / 2, each["place"], each["micro_batch"], ha="center", va="center", size=7)
     axes.set_yticks(range(len(plan.places)), [f"place {i}" for i in range(len(plan.places))])

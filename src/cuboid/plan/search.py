@@ -226,23 +226,23 @@ class Predictions:
         by_kind = bytes_by_kind(self.memory, i)
         fits = sum(by_kind.values()) <= self.hw.memory
         seconds, parts = float(self.seconds[i]), _parts(self.totals, i)
-        return Plan(self.sizes.cuboids[i], self.choice, seconds, by_kind, *parts, fits, self.hw)
+        return Plan(self.sizes.cuboids[i], self.choice, seconds, by_kind, **parts, fits=fits, hardware=self.hw)
 
 
 def bytes_by_kind(footprint: Footprint, i: int) -> dict[str, int]:
     return {each.name: int(getattr(footprint, each.name)[i]) for each in fields(footprint)}
 
 
-def _parts(t: Totals, i: int) -> tuple[dict[str, Any], ...]:
-    """Of one candidate: compute, exposed, in flight, calls, sent."""
-    compute, exposed, in_flight = (
-        {name: float(value[i]) for name, value in of.items()} for of in (t.compute, t.exposed, t.in_flight)
-    )
-    calls, sent = (
-        {axis: sum(int(value[i]) for (on, _), value in of.items() if on == axis) for axis in in_flight}
-        for of in (t.calls, t.sent)
-    )
-    return compute, exposed, in_flight, calls, sent
+def _parts(t: Totals, i: int) -> dict[str, Any]:
+    """Of one candidate, by the names they have in a plan."""
+    found: dict[str, Any] = {
+        part: {name: float(value[i]) for name, value in getattr(t, part).items()}
+        for part in ("compute", "exposed", "in_flight")
+    }
+    for part in ("calls", "sent"):
+        lines = getattr(t, part).items()
+        found[part] = {axis: sum(int(value[i]) for (on, _), value in lines if on == axis) for axis in t.in_flight}
+    return found
 
 
 class PipelinePredictions(Pipelines):
@@ -270,12 +270,12 @@ def pipeline_plan(found: Pipelines, i: int) -> Plan:
         blocks = [int(found.blocks[stage, i]) for stage in found.stages(place)]
         places.append(PlannedStage(blocks, forward, both - forward, seconds - busy[place], memories[place]))
     busiest = max(range(found.pipe), key=lambda place: busy[place])
-    compute, exposed, *others = _parts(work[busiest], i)
-    exposed["pipe"] = seconds - busy[busiest]
+    parts = _parts(work[busiest], i)
+    parts["exposed"]["pipe"] = seconds - busy[busiest]
     choice = replace(found.choice, schedule=replace(found.schedule, split=found.split(i)))
     fullest = max(memories, key=lambda each: sum(each.values()))
     fits, cuboid = sum(fullest.values()) <= found.hw.memory, found.sizes.cuboids[i]
-    return Plan(cuboid, choice, seconds, fullest, compute, exposed, *others, fits, found.hw, tuple(places))
+    return Plan(cuboid, choice, seconds, fullest, **parts, fits=fits, hardware=found.hw, places=tuple(places))
 
 
 def timeline(work: Work, plan: Plan) -> list[dict[str, Any]]:

@@ -55,13 +55,12 @@ class Totals:
             return {key: line(value, more.get(key, 0), less.get(key, 0)) for key, value in here.items()}
 
         zero = Totals(0.0, 0, 0) if without is None else without  # type: ignore[arg-type]
-        names = ("compute", "exposed", "in_flight", "calls", "sent")
         return Totals(
             line(self.seconds, other.seconds, zero.seconds),
             line(self.flops, other.flops, zero.flops),
             self.saved if without is None else line(self.saved, other.saved, zero.saved),
-            *(lines(name) for name in names),
-            line(np.asarray(self.dW), np.asarray(other.dW), zero.dW),
+            **{name: lines(name) for name in ("compute", "exposed", "in_flight", "calls", "sent")},
+            dW=line(np.asarray(self.dW), np.asarray(other.dW), zero.dW),
         )
 
 
