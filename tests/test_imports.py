@@ -24,6 +24,7 @@ PACKAGES = (
     "emulate",
     "verify",
     "train",
+    "demo",
     "bench",
     "cli",
 )

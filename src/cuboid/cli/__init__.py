@@ -14,6 +14,7 @@ from cuboid.cli.checkpoint import app as checkpoint
 from cuboid.cli.config import config
 from cuboid.cli.convert import export, import_
 from cuboid.cli.data import app as data
+from cuboid.cli.demo import demo
 from cuboid.cli.eval import eval_
 from cuboid.cli.plan import plan
 from cuboid.cli.sample import sample
@@ -28,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(demo)
 app.command()(train)
 app.command()(sample)
 app.command("eval")(eval_)

@@ -6,10 +6,11 @@ and seed are the same batches everywhere.
 
 from cuboid.data.corpus import Corpus, build, is_built, load, open_corpus, tokenise
 from cuboid.data.faults import MAX_BAD, check_text
+from cuboid.data.ngram import ngram_bits
 from cuboid.data.order import shuffled
 from cuboid.data.samples import PADDED_TARGET, Batch, Loader, Samples
 from cuboid.data.text import code, python_stdlib, text_files
-from cuboid.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from cuboid.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, learn_tokenizer, load_tokenizer
 from cuboid.data.tokens import Header, TokenFile, Tokens, TokenWriter, digest, is_token_file, unigram_entropy
 
 __all__ = [
@@ -32,8 +33,10 @@ __all__ = [
     "digest",
     "is_built",
     "is_token_file",
+    "learn_tokenizer",
     "load",
     "load_tokenizer",
+    "ngram_bits",
     "open_corpus",
     "python_stdlib",
     "shuffled",
