@@ -119,7 +119,7 @@ def test_checkpoint_resume_across_cuboids_matches_straight_run(text: Path, tmp_p
 
 @pytest.fixture(scope="module")
 def saved(text: Path, tmp_path_factory: pytest.TempPathFactory, pool: Pools) -> Path:
-    """A checkpoint of step 2, written on (2,1,1)."""
+    """A checkpoint of step 2, written on 2,1,1."""
     folder = tmp_path_factory.mktemp("saved")
     pool(2).run(stretch, tiny(text, *on("2,1,1")), folder, None, 2)
     return newest(folder)

@@ -1,6 +1,7 @@
 """The demo: one model on one device and on two cuboids, its text, and what it counts."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_demo_learns_python(tmp_path: Path) -> None:
     found = run_demo(tmp_path / "demo", DemoSize(), lambda _: None)
     bits = list(found.bits_per_byte.values())
     assert found.difference < TOLERANCE
-    assert all(after < before for before, after in zip(bits, bits[1:], strict=False))
+    assert all(after < before for before, after in pairwise(bits))
     assert bits[-1] < found.facts.trigram_bits
     good, lines = found.valid_lines
     assert good >= 0.8 * lines > 0

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from commands import HUNG
 from tiny import curve, losses, on, settings, tiny, write_text
 
-from cuboid.run.launch import Pool, RankError, World, launch
+from cuboid.run.errors import RankError
+from cuboid.run.launch import Pool, World, launch
 from cuboid.run.meeting import fresh_store
 
 Pools = Callable[[int], Pool]

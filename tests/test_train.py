@@ -19,7 +19,7 @@ from cuboid.plan.cost import Cost
 from cuboid.plan.cost.cuboid import step_cost
 from cuboid.run.launch import Pool, World
 from cuboid.train.config import OptimizerSection, ScheduleSection, TrainConfig
-from cuboid.train.loop import Trainer
+from cuboid.train.loop import Trainer, train
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
 
 Pools = Callable[[int], Pool]
@@ -69,11 +69,11 @@ def test_trainer_low_precision_stays_within_rounding(
     ("cuboid", "changes"),
     [
         ("2,2,1", "data.micro_batches=2"),
-        ("2,2,1", "data.micro_batches=2 overlap.parts=2"),
+        ("2,2,1", "data.micro_batches=2 overlap.sub_batches=2"),
         ("2,1,2,2", "data.micro_batches=2"),
         ("1,2,1,2", "data.micro_batches=4"),
-        ("2,2,1", "memory.checkpoint=full"),
-        ("2,2,1", "memory.checkpoint=selective"),
+        ("2,2,1", "memory.recompute=full"),
+        ("2,2,1", "memory.recompute=selective"),
     ],
 )
 def test_trainer_memory_options_do_not_change_loss_curve(
@@ -83,7 +83,7 @@ def test_trainer_memory_options_do_not_change_loss_curve(
     assert furthest(found, reference[:4]) < SAME
 
 
-OVER_X, OVER_DATA = ("x", "reduce_scatter"), ("data", "all_reduce")
+OVER_X, OVER_DATA = ("x", "reduce_scatter"), ("replicas", "all_reduce")
 
 
 def replicas_summed(world: World, config: TrainConfig) -> tuple[Counts, Counts, list[tuple[str, str]]]:
@@ -268,3 +268,18 @@ def test_learning_rate_warms_up_then_decays(decay: str, expected: list[float]) -
 def test_learning_rate_handles_short_schedule(steps: int, warmup: int, expected: list[float]) -> None:
     schedule = ScheduleSection(steps=steps, warmup=warmup, decay="linear", min_lr_ratio=0)
     assert [learning_rate(step, schedule, 1.0) for step in range(steps)] == pytest.approx(expected)
+
+
+def rejection(world: World, config: TrainConfig, folder: Path) -> str:
+    try:
+        train(world, config, folder, None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_train_every_rank_raises_what_rank_0_rejects(text: Path, tmp_path: Path, pool: Pools) -> None:
+    """Under torchrun a rank that waits for one which is gone would report a lost connection instead."""
+    (tmp_path / "something").touch()
+    found = pool(2).run(rejection, tiny(text, *on("2,1,1")), tmp_path)
+    assert found == [f"run folder {tmp_path} is not empty; resume the run in it or choose another folder"] * 2

@@ -26,8 +26,9 @@ from cuboid.comm.journal import Account, Journal, explain
 from cuboid.layers import product
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
+from cuboid.run.errors import RankError
 from cuboid.run.launch import Pool, World, launch
-from cuboid.run.watch import ALARM, Alarm, Mismatched, RankError, Stalled, Watch, watched
+from cuboid.run.watch import ALARM, Alarm, Mismatched, Stalled, Watch, watched
 from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer
 
@@ -134,7 +135,7 @@ def test_watch_finds_silent_mismatch_at_end_of_step(text: Path) -> None:
 
 
 def calls(world: World, how: str) -> list[float]:
-    """Over y of (1,2,2) rank 3 calls something else than rank 1."""
+    """Over y of 1,2,2 rank 3 calls something else than rank 1."""
     with watched(world.rank, world.size, LIMIT) as watch:
         mesh, odd = Mesh(Cuboid(1, 2, 2), world.rank, watch=watch), world.rank == 3
         all_reduce(torch.ones(3), mesh.y).wait()

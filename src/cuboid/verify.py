@@ -277,15 +277,15 @@ def check_balance(report: Report, mesh: Mesh, mine: Measured, whole: Measured | 
         return
     predicted = torch.tensor([[c.matrices, c.vectors, c.flops, c.saved] for c in costs], dtype=torch.float64)
     matrices, vectors, flops, saved, at_rest, peak = whole.quantities
-    block, data = mesh.cuboid.block * mesh.cuboid.pipe, mesh.cuboid.data
+    block, replicas = mesh.cuboid.block * mesh.cuboid.pipe, mesh.cuboid.replicas
     kept = at_rest - saved  # each replica has all of it, and its part of the rest
     shares = (
         matrices / block,
         vectors / block,
-        flops / block / data,
-        saved / block / data,
-        (kept + (at_rest - kept) / data) / block,
-        (kept + (peak - kept) / data) / block,
+        flops / block / replicas,
+        saved / block / replicas,
+        (kept + (at_rest - kept) / replicas) / block,
+        (kept + (peak - kept) / replicas) / block,
     )
     for i, (name, share) in enumerate(zip(QUANTITIES, shares, strict=True)):
         column = per_rank[:, i]

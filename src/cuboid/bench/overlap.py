@@ -230,7 +230,7 @@ def overlap(
     slow: SlowMotion | None = None,
     micro_batches: int = 1,
 ) -> list[Found]:
-    """Two hosts of one rank each on each axis, and eight on (2,2,2); of these those that begin with one of `only`."""
+    """Two hosts of one rank each on each axis, and eight on 2,2,2; of these those that begin with one of `only`."""
     model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=128, tied=False)
     problem, found = Problem(model, batch, 128, policy, micro_batches=micro_batches), []
     names = begin_with(only, [str(shape) for shape in SHAPES])

@@ -24,7 +24,7 @@ from cuboid.train.progress import Progress, StepReport
 from cuboid.train.run import RunFolder
 from cuboid.train.writer import Writer
 
-#: Of weights and all that is computed. In fp32 rounding alone drives two correct runs 1e-5 apart; in fp64 only faults do.
+#: Of weights and all that is computed. In fp32 rounding alone drives two correct runs 1e-5 apart; in fp64 it does not.
 DTYPE = torch.float64
 
 
@@ -106,7 +106,7 @@ def sample_texts(world: World, folder: Path, prompts: list[str], tokens: int) ->
     found = []
     for i, prompt in enumerate(prompts):
         ids = [int(token) for token in tokenizer.encode(prompt)]
-        for token in generate(model, ids.copy(), tokens, Sampling(0.5, top_p=0.9, seed=i), tokenizer.vocab):
+        for token in generate(model, ids.copy(), tokens, Sampling(0.5, seed=i), tokenizer.vocab):
             if token == tokenizer.end:
                 break
             ids.append(token)

@@ -17,22 +17,23 @@ from cuboid.train.run import RunFolder
 
 #: How far the losses may be apart at any step.
 TOLERANCE = 1e-5
-PROMPTS = ("class ", "def ", "import ", "if ")
+PROMPTS = ("class ", "def ", "import ", "if ", "for ", "return ")
+FIRST, SECOND = Cuboid(2, 2, 2), Cuboid(1, 4, 2)
 
 
 @dataclass(frozen=True)
 class DemoSize:
     """How much the demo does. The defaults take about two minutes on two cores."""
 
-    steps: int = 180
+    steps: int = 120
     layers: int = 2
     hidden: int = 128
-    batch: int = 16
+    batch: int = 32
     vocab: int = 1024
     text_bytes: int = 3_000_000
     sample_tokens: int = 120
-    first: Cuboid = Cuboid(2, 2, 2)
-    second: Cuboid = Cuboid(1, 4, 2)
+    first: Cuboid = FIRST
+    second: Cuboid = SECOND
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def configuration(folder: Path, size: DemoSize) -> TrainConfig:
             f"schedule.warmup={size.steps // 10}",
             f"logging.folder={toml(str(folder))}",
             f"logging.eval_every={max(size.steps // 6, 1)}",
-            "logging.eval_batches=8",  # of samples spread over the held-out text
+            "logging.eval_batches=4",  # of samples spread over the held-out text
         ],
     )
 

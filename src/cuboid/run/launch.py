@@ -24,11 +24,11 @@ import torch.distributed.tensor
 from cuboid.comm.transport.sharing import late_timers
 from cuboid.device import any_gpu, backend_for, is_gpu, take
 from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
+from cuboid.run.errors import RankError, RunError
 from cuboid.run.meeting import fresh_store, store_is_old
-from cuboid.run.report import RunError as RunError
 from cuboid.run.report import report
+from cuboid.run.started import under_torchrun
 from cuboid.run.stop import Stop, leave_signals_to_parent
-from cuboid.run.watch import RankError as RankError
 from cuboid.run.watch import Watch
 
 TIMEOUT = 600.0  # seconds, of a collective
@@ -82,25 +82,6 @@ class RankDied(RankError):
     def __init__(self, message: str, killed: bool = False) -> None:
         super().__init__(message)
         self.killed = killed  # by SIGKILL
-
-
-def under_torchrun() -> bool:
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def local_ranks(ranks: int) -> int:
-    """How many of so many ranks are on this host: all, unless torchrun has started them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
-
-
-def is_first() -> bool:
-    """Whether this process speaks for all: rank 0, or the one that will start the ranks."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def is_first_of_host() -> bool:
-    """Whether this process speaks for its host: a file, say, may be missing on that one alone."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def join_world(
@@ -218,7 +199,8 @@ def _meet(rank: int, size: int, door: socket.socket) -> dist.TCPStore:
 
 
 class Pool:
-    """Ranks that stay up and run one function after another. Make it before this process uses autograd: ranks are forked.
+    """Ranks that stay up and run one function after another. Ranks are forked: make it before this process
+    uses autograd.
 
     >>> with Pool(2) as pool:
     ...     pool.run(rank_of)

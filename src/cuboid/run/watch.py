@@ -22,17 +22,12 @@ from types import TracebackType
 import torch.distributed as dist
 
 from cuboid.comm.journal import Account, Journal, explain, waits
+from cuboid.run.errors import RankError
 
 EXIT_CODE = 70  # of a rank that hangs where no exception reaches it
 MOMENT = 3.0  # seconds that the rank which failed has for its own words before others speak of it
 NAP = 0.02  # seconds between two looks
 ALARM, ANSWERS, VERDICT, HEARD = "watch/alarm", "watch/answers", "watch/verdict", "watch/heard"
-
-
-class RankError(RuntimeError):
-    """A rank failed: this one, or another that this one needs."""
-
-    teller: int | None = None  # the rank that reports what all ranks know; None: whoever knows
 
 
 class Stalled(RankError):

@@ -21,10 +21,11 @@ What a linear can overlap by itself it always does: X's second gather under dX's
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cuboid.comm.flight import Message, Steps
-from cuboid.step.fuse import Fuse, compiled, plain
+if TYPE_CHECKING:
+    from cuboid.comm.flight import Message, Steps
+    from cuboid.step.fuse import Fuse
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class Schedule:
     split: tuple[int, ...] = ()
 
     @property
-    def fuse(self) -> Fuse:
+    def fuse(self) -> "Fuse":
+        from cuboid.step.fuse import compiled, plain  # here: who only reads a configuration needs no torch
+
         return compiled if self.compile else plain
 
     def order(self, count: int) -> "Order":
@@ -145,7 +148,7 @@ MOST_AHEAD = 8
 class Task(NamedTuple):
     """Steps of sub-batches, which take turns, and what becomes of what they return."""
 
-    steps: Sequence[Steps]
+    steps: "Sequence[Steps]"
     finish: Callable[[list[Any]], Any]
 
 
@@ -160,7 +163,7 @@ class Clock:
         self._count = 0
         self._left: dict[str, dict[int, float]] = {}  # by axis: bytes of each message in flight
 
-    def launch(self, sent: float, axis: str) -> Message:
+    def launch(self, sent: float, axis: str) -> "Message":
         """A message that leaves now."""
         self._count += 1
         self._sent += sent if self.forward else 0.0
@@ -168,7 +171,7 @@ class Clock:
             self._left.setdefault(axis, {})[self._count] = sent
         return axis, self._count
 
-    def lands(self, message: Message) -> float:
+    def lands(self, message: "Message") -> float:
         """When it will have landed, if nothing else is launched."""
         axis, number = message
         mine = self._left.get(axis, {})
@@ -178,7 +181,7 @@ class Clock:
         others = sum(min(until, sum(each.values())) for name, each in self._left.items() if name != axis)
         return self.now + self._pace() * (until + others)
 
-    def wait(self, message: Message) -> None:
+    def wait(self, message: "Message") -> None:
         self._advance(self.lands(message))
 
     def compute(self, work: float) -> None:
@@ -206,8 +209,8 @@ class Clock:
 
 @dataclass
 class _Turns:
-    steps: Steps
-    waits: Message = ("", 0)
+    steps: "Steps"
+    waits: "Message" = ("", 0)
     work: float = 0.0  # that it does next
     done: int = 0
 

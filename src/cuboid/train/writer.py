@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import from_first
 from cuboid.model.transformer import Transformer
-from cuboid.run.launch import RunError
+from cuboid.run.errors import RunError
 from cuboid.train import manifest
 from cuboid.train.checkpoint import STATE, complete, step_of, tensors
 from cuboid.train.storage import PieceWriter

@@ -146,7 +146,7 @@ class Sample:
 def talking(ranks: int, node: int) -> Iterator[Cuboid]:
     """Axes of every size, within nodes where they fit, and across."""
     for p in (n for n in range(2, ranks + 1) if ranks % n == 0):
-        orders = [("x", "z", "data", "y")] + ([("y", "x", "z", "data")] if ranks > node and p < ranks else [])
+        orders = [("x", "z", "replicas", "y")] + ([("y", "x", "z", "replicas")] if ranks > node and p < ranks else [])
         for order in orders:
             yield Cuboid(1, p, 1, ranks // p, order)
 
