@@ -27,6 +27,7 @@ PACKAGES = (
     "verify",
     "train",
     "demo",
+    "doctor",
     "bench",
     "cli",
 )

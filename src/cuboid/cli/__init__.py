@@ -17,6 +17,7 @@ from cuboid.cli.config import config
 from cuboid.cli.convert import export, import_
 from cuboid.cli.data import app as data
 from cuboid.cli.demo import demo
+from cuboid.cli.doctor import doctor
 from cuboid.cli.eval import eval_
 from cuboid.cli.plan import plan
 from cuboid.cli.sample import sample
@@ -40,6 +41,7 @@ app.command(cls=Command)(sample)
 app.command("eval", cls=Command)(eval_)
 app.command("import", cls=Command)(import_)
 app.command(cls=Command)(export)
+app.command(cls=Command)(doctor)
 app.command(cls=Command)(verify)
 app.command(cls=Command)(bench)
 app.command(cls=Command)(plan)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from cuboid.cli.say import warn
-from cuboid.device import any_gpu
+from cuboid.device import any_gpu, prepare_deterministic
 from cuboid.emulate.slow_motion import SlowMotion, parse
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.cluster import can_make_hosts
@@ -112,6 +112,8 @@ def train(
     stop, ranks = Stop(), chosen.cuboid_shape().ranks
     timeout = 2 * chosen.watch.timeout or TIMEOUT  # the watch strikes first, and says more
     look_ahead(chosen, ranks, force)
+    if chosen.precision.deterministic:
+        prepare_deterministic()
     args = [chosen, folder, start, trace, force]
     with stop.listening():
         if under_torchrun():  # its agent starts them again
