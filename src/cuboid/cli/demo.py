@@ -15,7 +15,7 @@ def demo(
     folder: Annotated[
         Path | None, typer.Option(help="Run folder to make; a new one in runs/ if left out.", show_default=False)
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps to train.", min=2)] = 120,
+    steps: Annotated[int, typer.Option(help="Steps to train.", min=2)] = 180,
 ) -> None:
     """Train one small model on one device and on 8 ranks of this machine, and compare every step.
 

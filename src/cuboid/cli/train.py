@@ -37,7 +37,7 @@ from cuboid.train.tracing import check_steps
 
 def train(
     config: Annotated[
-        Path | None, typer.Argument(help="A TOML file; `cuboid config --show` prints every key. The demo if left out.")
+        Path | None, typer.Argument(help="A TOML file; `cuboid config --show` prints every key. None: a small GPT.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")

@@ -25,10 +25,10 @@ FIRST, SECOND = Cuboid(2, 2, 2), Cuboid(1, 4, 2)
 class DemoSize:
     """How much the demo does. The defaults take about two minutes on two cores."""
 
-    steps: int = 120
+    steps: int = 180
     layers: int = 2
     hidden: int = 128
-    batch: int = 32
+    batch: int = 16
     vocab: int = 1024
     text_bytes: int = 3_000_000
     sample_tokens: int = 120
@@ -87,7 +87,7 @@ def configuration(folder: Path, size: DemoSize) -> TrainConfig:
             f"schedule.warmup={size.steps // 10}",
             f"logging.folder={toml(str(folder))}",
             f"logging.eval_every={max(size.steps // 6, 1)}",
-            "logging.eval_batches=4",  # of samples spread over the held-out text
+            "logging.eval_batches=8",  # of samples spread over the held-out text
         ],
     )
 
