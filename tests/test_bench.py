@@ -34,7 +34,7 @@ Pools = Callable[[int], Pool]
 MODEL = ModelConfig("gpt2", layers=1, hidden=64, heads=8, vocab=64, context=64, tied=False)
 PROBLEM = Problem(MODEL, 8, 64)
 SIZES = ["--hidden", "32", "--heads", "8", "--vocab", "32", "--batch", "8", "--seq", "8", "--layers", "1"]
-ENVELOPE = ("bench", "command", "began", "seconds", "settings", "machine")
+ENVELOPE = ("commit", "bench", "command", "began", "seconds", "settings", "machine")
 
 
 # Formulas
@@ -184,7 +184,7 @@ def test_bench_cli_layouts_writes_results_and_plots(tmp_path: Path) -> None:
 
 
 def test_bench_cli_sweep_counts_once_and_logs_every_turn(tmp_path: Path) -> None:
-    words = ["bench", "layouts", "--ranks", "2", "--rounds", "1", "--steps", "1", "--rate", ",", "--only", "cuboid (2"]
+    words = ["bench", "layouts", "--ranks", "2", "--rounds", "1", "--steps", "1", "--rate", ",", "--only", "cuboid 2"]
     done = CliRunner().invoke(app, [*words, *SIZES, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert re.findall(r"^\[(\d+)/(\d+)\]", done.output, re.M) == [("0", "3"), ("1", "3"), ("2", "3")]
@@ -200,7 +200,7 @@ def test_bench_progress_reaches_total(terminal: bool) -> None:
 
 
 def test_bench_cli_cpu_writes_samples(tmp_path: Path) -> None:
-    words = ["--ranks", "2", "--rounds", "1", "--hidden", "16", "--only", "cuboid (1,2", "--out", str(tmp_path)]
+    words = ["--ranks", "2", "--rounds", "1", "--hidden", "16", "--only", "cuboid 1,2", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["bench", "cpu", *words])
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "cpu.json").read_text())

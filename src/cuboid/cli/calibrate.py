@@ -1,22 +1,22 @@
 """`cuboid calibrate`: what this machine or cluster can do, for `cuboid plan`."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.dtypes import known
-from cuboid.model.cuboid import COMPUTE
-from cuboid.plan.calibrate import Calibration, across_hosts
-from cuboid.plan.calibrate import calibrate as calibrate_on_rank
-from cuboid.plan.calibrate.timing import Settings
+from cuboid.dtypes import COMPUTED, known
 from cuboid.plan.source import model as load_model
-from cuboid.run.launch import launch
 from cuboid.train.progress import quantity
+
+if TYPE_CHECKING:
+    from cuboid.plan.calibrate import Calibration
 
 
 def calibrate(
@@ -24,7 +24,7 @@ def calibrate(
     ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun: as many as it started.", min=1)] = 8,
     model: Annotated[str, typer.Option(help="Products of this model's shapes: a preset or a config.json.")] = "",
     tokens: Annotated[int, typer.Option(help="Tokens of a rank at a time.", min=64)] = 512,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(COMPUTE)}.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(COMPUTED)}.")] = "fp32",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Measure products, copies, attention, every collective on every size of axis with all groups at once, compute
@@ -32,9 +32,14 @@ def calibrate(
 
     On a cluster: torchrun --nproc-per-node 8 … -m cuboid calibrate --ranks 64
     """
+    dtype = known(dtype, COMPUTED)
+    from cuboid.plan.calibrate import across_hosts
+    from cuboid.plan.calibrate import calibrate as calibrate_on_rank
+    from cuboid.plan.calibrate.timing import Settings
+    from cuboid.run.launch import launch
+
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ValueError(f"{out} cannot be written: give a file in a folder that exists")
-    dtype = known(dtype, COMPUTE)
     settings = Settings(tokens=tokens, precision=dtype)
     if model:
         settings = Settings(load_model(model).replace(layers=1), tokens, dtype)

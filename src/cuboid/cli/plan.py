@@ -1,33 +1,33 @@
 """`cuboid plan`: which cuboid, how fast, how much memory, before anyone books a GPU."""
 
+from __future__ import annotations
+
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cuboid.dtypes import known
+from cuboid.dtypes import COMPUTED, known
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import FAMILIES, ModelConfig
-from cuboid.plan import check as checking
 from cuboid.plan import hardware as machines
-from cuboid.plan.dry import Comparison, compare, dry_run
-from cuboid.plan.explain import corner, gigabytes, limit, nothing_fits, why
-from cuboid.plan.layer import ITEMSIZE, Choice, Work
-from cuboid.plan.plot import draw
-from cuboid.plan.published import Line, published
-from cuboid.plan.search import Plan, Ranking, rank
 from cuboid.plan.source import model as load_model
-from cuboid.train.auto import vocab_of
 from cuboid.train.config import TrainConfig
 from cuboid.train.config import load as load_run
 from cuboid.train.progress import quantity
+
+if TYPE_CHECKING:
+    from cuboid.plan.dry import Comparison
+    from cuboid.plan.layer import Choice
+    from cuboid.plan.published import Line
+    from cuboid.plan.search import Plan, Ranking
 
 
 def plan(
@@ -53,7 +53,7 @@ def plan(
     micro_batches: Annotated[
         int | None, typer.Option(help="Parts the batch is computed in; a TOML's or run's, else 1.", min=1)
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZE)}; a TOML's or run's, else bf16.")] = "",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(COMPUTED)}; a TOML's or run's, else bf16.")] = "",
     family: Annotated[str, typer.Option(help=f"Without a model: one of {', '.join(FAMILIES)}.")] = "gpt2",
     layers: Annotated[int, typer.Option(help="Changes the model's, like the next ones.", min=0)] = 0,
     hidden: Annotated[int, typer.Option(min=0)] = 0,
@@ -87,10 +87,14 @@ def plan(
     """
     console = Console() if sys.stdout.isatty() else Console(width=180)
     if literature:
+        from cuboid.plan.published import published
+
         show_published(published(), console, as_json)
         return
     hw = machines.load(hardware)
     if check:
+        from cuboid.plan import check as checking
+
         checks = [checking.check(path, hw) for path in check]
         checking.show(checks, console, as_json)
         if not all(each.ok for of_file in checks for each in of_file):
@@ -102,14 +106,19 @@ def plan(
         seq, micro_batches = run.data.seq, micro_batches or run.data.micro_batches
         dtype, freeze = dtype or run.precision.dtype, freeze or run.model.freeze
     ranks, batch, micro_batches = ranks or 8, batch or 64, micro_batches or 1
-    dtype = known(dtype or "bf16", ITEMSIZE)
-    base = run.model_config(vocab_of(run.data)) if run is not None else load_model(model) if model else None
+    dtype = known(dtype or "bf16", COMPUTED)
+    base = planned_model(run) if run is not None else load_model(model) if model else None
     config = chosen_model(base, family, layers, hidden, heads, kv_heads, ffn, vocab, seq)
     if batch % micro_batches:
         raise ValueError(f"--batch {batch} cannot be cut into --micro-batches {micro_batches}; use a divisor of it")
-    length = seq or min(config.context, 4096)
+    length, only = seq or min(config.context, 4096), parse(explain, ranks) if explain else None
+    from cuboid.plan.dry import compare, dry_run
+    from cuboid.plan.explain import nothing_fits
+    from cuboid.plan.layer import Work
+    from cuboid.plan.plot import draw
+    from cuboid.plan.search import rank
+
     work = Work(config, batch // micro_batches, length, dtype, micro_batches, freeze)
-    only = parse(explain, ranks) if explain else None
     if plot is not None:
         make_folder(plot)
     ranking = rank(hw, work, ranks, only)
@@ -143,6 +152,12 @@ def configured(name: str, seq: int) -> TrainConfig | None:
     else:
         return None
     return replace(run, data=replace(run.data, seq=seq or run.data.seq))
+
+
+def planned_model(run: TrainConfig) -> ModelConfig:
+    from cuboid.train.auto import vocab_of
+
+    return run.model_config(vocab_of(run.data))
 
 
 def chosen_model(
@@ -199,6 +214,8 @@ def inner(cuboid: Cuboid) -> str:
 
 
 def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> None:
+    from cuboid.plan.explain import corner, why
+
     w, hw, c = ranking.work, ranking.hardware, ranking.work.config
     devices = f"{ranking.devices} device{'s' * (ranking.devices > 1)}"
     console.print(
@@ -222,6 +239,8 @@ def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> N
 
 def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> Table:
     """Of plans and their layouts' names; without a name there is no column for it."""
+    from cuboid.plan.explain import gigabytes
+
     named = any(name for name, _ in plans)
     columns = ["layout"] if named else []
     columns += ["cuboid", "slow → fast", "again, kept", "step", "tokens/s", "MFU", "waits", "memory", "of which"]
@@ -243,6 +262,8 @@ def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> T
 
 
 def _explain(ranking: Ranking, console: Console) -> None:
+    from cuboid.plan.explain import limit
+
     plan = ranking.plans[0]
     table = Table("part", "seconds", "of the step", title=f"{plan.cuboid}", title_justify="left")
     for name, seconds in sorted(plan.compute.items(), key=lambda part: -part[1]):
@@ -282,6 +303,8 @@ def show_published(lines: Sequence[Line], console: Console, as_json: bool) -> No
 
 
 def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, Any]:
+    from cuboid.plan.explain import why
+
     def row(plan: Plan) -> dict[str, Any]:
         return {
             "cuboid": plan.cuboid.sizes,
