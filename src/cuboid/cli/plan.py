@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -17,6 +18,7 @@ from rich.table import Table
 from cuboid.dtypes import COMPUTED, known
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import FAMILIES, ModelConfig
+from cuboid.model.presets import PRESETS
 from cuboid.plan import hardware as machines
 from cuboid.plan.source import model as load_model
 from cuboid.train.config import TrainConfig
@@ -80,9 +82,10 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Rank every cuboid of a cluster for a model by its predicted step, with every order of the axes over nodes, what
-    is kept and what is made again, and batches in parts or not.
+    """Rank every cuboid of a cluster for a model by its predicted step time.
 
+    Every order of the axes over nodes is tried, with and without recomputation, gathered operands kept or gathered
+    again, and one or several interleaved sub-batches. The last line is a cuboid train command that runs the winner.
     Predictions come from docs/planner.md's equations and the hardware's figures. cuboid calibrate measures a machine.
     """
     console = Console() if sys.stdout.isatty() else Console(width=180)
@@ -130,9 +133,11 @@ def plan(
         backend = "gloo" if hw.direct else "nccl"
         counted = compare(dry_run(work, first.cuboid, first.choice, backend=backend), first, work)
     if as_json:
-        print(json.dumps(export(ranking, counted), indent=1))
+        print(json.dumps(export(ranking, counted) | {"train": train_command(ranking, model)}, indent=1))
     else:
         show(ranking, console, top, only)
+        console.print("Run it with:", highlight=False)
+        console.print(f"  {train_command(ranking, model)}", highlight=False, markup=False, soft_wrap=True)
         if counted is not None:
             show_dry(counted, first, console)
     if plot is not None:
@@ -200,6 +205,32 @@ def parse(text: str, ranks: int) -> Cuboid:
     return cuboid
 
 
+def train_command(ranking: Ranking, source: str) -> str:
+    """A command line that trains the model on the fastest plan. `source` is what the model was read from."""
+    w, c, best = ranking.work, ranking.work.config, ranking.plans[0]
+    k, choice, words = best.cuboid, best.choice, ["cuboid", "train"]
+    if ranking.hardware.name in machines.PRESETS and ranking.hardware.name != "cpu":
+        hosts = -(-ranking.devices // ranking.hardware.node)
+        words = ["torchrun", "--nproc-per-node", str(min(ranking.devices, ranking.hardware.node))]
+        words += ["--nnodes", str(hosts), "-m", "cuboid", "train"]
+    path = Path(source)
+    if path.suffix == ".toml" or (path / "config.toml").is_file():
+        words.append(source if path.suffix == ".toml" else str(path / "config.toml"))
+    elif source in PRESETS:
+        words += ["--preset", source]
+    words += ["--cuboid", f"{k.x},{k.y},{k.z}", "--replicas", str(k.replicas), "--pipe", str(k.pipe)]
+    values: dict[str, Any] = {"cuboid.order": ",".join(k.order)}
+    if "--preset" not in words or PRESETS[source] != c:
+        sizes = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+        values |= {f"model.{name}": getattr(c, name) for name in sizes}
+    values |= {"data.batch": w.batch * w.micro_batches, "data.micro_batches": w.micro_batches, "data.seq": w.seq}
+    values |= {"precision.dtype": w.precision, "memory.recompute": choice.recompute}
+    values |= {"memory.activations": choice.policy.activations, "memory.weights": choice.policy.weights}
+    values |= {"overlap.sub_batches": 0 if choice.schedule.parts > 1 else 1, "overlap.chunks": 1}
+    values |= {"model.freeze": w.freeze} if w.freeze else {}
+    return shlex.join([*words, *(word for name, value in values.items() for word in ("--set", f"{name}={value}"))])
+
+
 def described(choice: Choice) -> str:
     kept = {("regather", "regather"): "–", ("retain", "regather"): "X", ("regather", "retain"): "W"}
     policy = kept.get((choice.policy.activations, choice.policy.weights), "X W")
@@ -243,9 +274,10 @@ def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> T
 
     named = any(name for name, _ in plans)
     columns = ["layout"] if named else []
-    columns += ["cuboid", "slow → fast", "again, kept", "step", "tokens/s", "MFU", "waits", "memory", "of which"]
+    columns += ["cuboid x,y,z", "axes, slow → fast", "recompute, kept", "step", "tokens/s", "MFU"]
+    columns += ["exposed", "memory", "of which, GB"]
     table = Table(*columns, title=title, title_justify="left")
-    for column in table.columns[-7:]:
+    for column in table.columns[-6:]:
         column.justify = "right"
     for name, plan in plans:
         held = "+".join(f"{size / 1e9:.3g}" for size in plan.memory.values())
@@ -256,7 +288,11 @@ def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> T
         cells += [str(plan.cuboid), inner(plan.cuboid), described(plan.choice), f"{plan.seconds:.4g} s"]
         cells += [quantity(ranking.tokens_per_second(plan)), f"{ranking.mfu(plan):.1%}", waits or "–"]
         table.add_row(*cells, gigabytes(plan.peak), held)
-    table.caption = "of which: parameters + gradients + optimizer + activations + buffers; kept: gathered X, W"
+    table.caption = (
+        "kept: activations X, weights W that stay gathered for backward; exposed: share of the step that waits for "
+        "communication, by axis;\nmemory: peak per rank; of which: parameters + gradients + optimizer + activations + "
+        "buffers"
+    )
     table.caption_justify = "left"
     return table
 
