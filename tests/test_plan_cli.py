@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tiny import settings, write_text
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ from cuboid.model.config import ModelConfig
 from cuboid.plan import hardware
 from cuboid.plan.calibrate import Calibration, across_hosts, calibrate
 from cuboid.plan.calibrate.fitting import fit, fit_links, fit_products
-from cuboid.plan.calibrate.timing import Bench, Sample, Settings, time_processor
+from cuboid.plan.calibrate.timing import Bench, Sample, Scale, Settings, time_processor
 from cuboid.plan.layer import Work
 from cuboid.plan.search import Ranking, rank
 from cuboid.run.launch import World
@@ -163,6 +164,42 @@ def test_calibrate_measures_usable_hardware(pool) -> None:
     assert set(found.hardware.inside) == set(hardware.KINDS)
     assert not found.hardware.across
     assert found.hardware.source["across"].startswith("not measured: 2 ranks, 2 a node; calibrate with torchrun")
+
+
+def counted(world: World) -> tuple[int, int, float]:
+    """Calls of a work that takes a thousandth of a second of a pretended GPU's time, once it is waited for."""
+    bench, calls, device = Bench(replace(world, device=torch.device("cuda", 0))), [0], [0.0]
+
+    def work() -> None:
+        calls[0] += 1
+
+    def now() -> float:
+        device[0] = max(device[0], 0.001 * calls[0])
+        return device[0]
+
+    bench.now = now  # type: ignore[method-assign]
+    seconds = bench.seconds(work, repeats=2)
+    on_gpu, calls[0] = calls[0], 0
+    bench.world = world
+    bench.seconds(work, repeats=2)
+    return on_gpu, calls[0], seconds
+
+
+def test_calibrate_times_many_calls_between_waits_on_gpu(pool) -> None:
+    """20 in 20 ms, twice, after two that warm up and are timed; on a CPU each by itself."""
+    assert pool(2).run(counted) == [(2 + 2 * 20, 1 + 2, pytest.approx(0.001))] * 2
+
+
+def test_calibrate_scale_suits_device_and_keeps_what_is_asked() -> None:
+    gpu, cpu = (Scale.of(torch.device(kind), Settings()) for kind in ("cuda", "cpu"))
+    assert (gpu.precision, cpu.precision) == ("bf16", "fp32")
+    assert max(gpu.messages) == 1 << 30
+    assert gpu.model.hidden * gpu.tokens >= 1 << 24
+    assert gpu.stream > 100 << 20  # no cache holds it
+    asked = Scale.of(torch.device("cuda"), Settings(tokens=64, precision="fp32"))
+    assert (asked.tokens, asked.precision, asked.model) == (64, "fp32", gpu.model)
+    with pytest.raises(ValueError, match="precision 'fp8' is not one of"):
+        Settings(precision="fp8")
 
 
 def test_calibrate_cli_one_rank_leaves_links_unmeasured(tmp_path: Path) -> None:

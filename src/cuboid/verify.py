@@ -195,7 +195,7 @@ def measure(case: Case, parallel: Parallel, expected: int | None = None) -> Meas
 
 def verify(world: World, case: Case) -> Report | None:
     """On every rank of the cuboid; rank 0 also runs serially and returns the report."""
-    mesh = Mesh(case.cuboid, world.rank, world.device)
+    mesh = Mesh(case.cuboid, world.rank, world.device, watch=world.watch)
     _, compute, tolerance = DTYPES[case.dtype]
     parallel = CuboidParallel(case.config, mesh, case.policy, compute, case.schedule)
     mine = measure(case, parallel, expected=case.cost(world.rank).saved)

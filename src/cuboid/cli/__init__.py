@@ -16,6 +16,7 @@ from cuboid.cli.command import Command, explain
 from cuboid.cli.config import config
 from cuboid.cli.convert import export, import_
 from cuboid.cli.data import app as data
+from cuboid.cli.doctor import doctor
 from cuboid.cli.eval import eval_
 from cuboid.cli.plan import plan
 from cuboid.cli.sample import sample
@@ -37,6 +38,7 @@ app.command(cls=Command)(sample)
 app.command("eval", cls=Command)(eval_)
 app.command("import", cls=Command)(import_)
 app.command(cls=Command)(export)
+app.command(cls=Command)(doctor)
 app.command(cls=Command)(verify)
 app.command(cls=Command)(plan)
 app.command(cls=Command)(calibrate)

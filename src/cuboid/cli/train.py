@@ -116,6 +116,10 @@ def train(
     stop, ranks = Stop(), chosen.cuboid_shape().ranks
     timeout = 2 * chosen.watch.timeout or TIMEOUT  # the watch strikes first, and says more
     look_ahead(chosen, ranks, force)
+    if chosen.precision.deterministic:
+        from cuboid.device import prepare_deterministic
+
+        prepare_deterministic()
     args = [chosen, folder, start, trace, force]
     with stop.listening():
         if under_torchrun():  # its agent starts them again

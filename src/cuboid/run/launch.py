@@ -76,7 +76,9 @@ class RankDied(RankError):
 def join_world(
     store: dist.Store | None = None, timeout: float = TIMEOUT, attempt: int = 0, stop: Stop | None = None
 ) -> World:
-    """Join the process group that the environment describes: NCCL if there is a GPU for this rank, gloo if not."""
+    """Join the process group that the environment describes: NCCL if there is a GPU for this rank, gloo if not. gloo's
+    groups, the checkpoints' among them, connect two ranks when one first sends to the other, not all at once."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if store is None and store_is_old():
         store = fresh_store(rank, size, max(timeout, TIMEOUT))  # who imports late is no stalled collective
@@ -131,7 +133,6 @@ def _serve(
     else:
         host.enter()
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     store = _meet(rank, size, door)

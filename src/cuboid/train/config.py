@@ -150,6 +150,7 @@ class PrecisionSection:
     )
     loss_scale: float = key(65536.0, "fp16: what the loss is multiplied by at first", above=0)
     growth_interval: int = key(2000, "fp16: steps without overflow until the scale doubles", at_least=1)
+    deterministic: bool = key(False, "the same bits in every run on GPUs too, if more slowly; on CPUs they always are")
 
 
 @dataclass(frozen=True)
