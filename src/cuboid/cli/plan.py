@@ -27,7 +27,7 @@ from cuboid.train.progress import quantity
 
 if TYPE_CHECKING:
     from cuboid.plan.dry import Comparison
-    from cuboid.plan.layer import Choice
+    from cuboid.plan.layer import Choice, Work
     from cuboid.plan.published import Line
     from cuboid.plan.search import Plan, Ranking
 
@@ -67,7 +67,7 @@ def plan(
         str, typer.Option(help="A pattern of the parameters that are not trained; a TOML's or run's if left out.")
     ] = "",
     explain: Annotated[
-        str, typer.Option(metavar="X,Y,Z", help="All about one cuboid, such as 2,2,2 or '2,2,2 replicas=2'.")
+        str, typer.Option(metavar="X,Y,Z", help="All about one cuboid, such as 2,2,2 or '2,2,2 pipe=2'.")
     ] = "",
     top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 10,
     dry: Annotated[bool, typer.Option("--dry-run", help="Run the model's code of one rank and count.")] = False,
@@ -115,11 +115,10 @@ def plan(
     if batch % micro_batches:
         raise ValueError(f"--batch {batch} cannot be cut into --micro-batches {micro_batches}; use a divisor of it")
     length, only = seq or min(config.context, 4096), parse(explain, ranks) if explain else None
-    from cuboid.plan.dry import compare, dry_run
     from cuboid.plan.explain import nothing_fits
     from cuboid.plan.layer import Work
     from cuboid.plan.plot import draw
-    from cuboid.plan.search import rank
+    from cuboid.plan.search import rank, timeline
 
     work = Work(config, batch // micro_batches, length, dtype, micro_batches, freeze)
     if plot is not None:
@@ -130,10 +129,10 @@ def plan(
     counted = None
     first = ranking.plans[0]
     if dry:
-        backend = "gloo" if hw.direct else "nccl"
-        counted = compare(dry_run(work, first.cuboid, first.choice, backend=backend), first, work)
+        counted = dry_runs(work, first, "gloo" if hw.direct else "nccl")
     if as_json:
-        print(json.dumps(export(ranking, counted) | {"train": train_command(ranking, model)}, indent=1))
+        steps = timeline(work, first) if only and first.places else []
+        print(json.dumps(export(ranking, counted, steps) | {"train": train_command(ranking, model)}, indent=1))
     else:
         show(ranking, console, top, only)
         console.print("Run it with:", highlight=False)
@@ -145,6 +144,18 @@ def plan(
             Console(stderr=as_json).print(str(path.absolute()), soft_wrap=True, highlight=False)
     if counted is not None and not all(each.ok for each in counted):
         raise typer.Exit(1)
+
+
+def dry_runs(work: Work, plan: Plan, backend: str) -> list[Comparison]:
+    """Of the first rank, or of the first of every place of a pipeline."""
+    from cuboid.plan.dry import compare, dry_run
+
+    found, cuboid = [], plan.cuboid
+    for place in range(cuboid.pipe):
+        rank = cuboid.rank(cuboid.coordinates(0) | {"pipe": place})
+        lines = compare(dry_run(work, cuboid, plan.choice, rank, backend), plan, work, rank)
+        found += [replace(each, what=f"place {place}: {each.what}") for each in lines] if plan.places else lines
+    return found
 
 
 def configured(name: str, seq: int) -> TrainConfig | None:
@@ -227,6 +238,9 @@ def train_command(ranking: Ranking, source: str) -> str:
     values |= {"precision.dtype": w.precision, "memory.recompute": choice.recompute}
     values |= {"memory.activations": choice.policy.activations, "memory.weights": choice.policy.weights}
     values |= {"overlap.sub_batches": 0 if choice.schedule.parts > 1 else 1, "overlap.chunks": 1}
+    if k.pipe > 1:
+        s = choice.schedule
+        values |= {"overlap.pipeline": s.pipeline, "overlap.stages": s.stages, "overlap.split": list(s.split)}
     values |= {"model.freeze": w.freeze} if w.freeze else {}
     return shlex.join([*words, *(word for name, value in values.items() for word in ("--set", f"{name}={value}"))])
 
@@ -285,7 +299,8 @@ def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> T
             f"{axis} {s / plan.seconds:.0%}" for axis, s in plan.exposed.items() if s > 0.005 * plan.seconds
         )
         cells = [name] if named else []
-        cells += [str(plan.cuboid), inner(plan.cuboid), described(plan.choice), f"{plan.seconds:.4g} s"]
+        again = described(plan.choice) + (f", {plan.choice.schedule.pipeline}" if plan.places else "")
+        cells += [str(plan.cuboid), inner(plan.cuboid), again, f"{plan.seconds:.4g} s"]
         cells += [quantity(ranking.tokens_per_second(plan)), f"{ranking.mfu(plan):.1%}", waits or "–"]
         table.add_row(*cells, gigabytes(plan.peak), held)
     table.caption = (
@@ -311,11 +326,26 @@ def _explain(ranking: Ranking, console: Console) -> None:
             traffic.add_row(axis, *cells, f"{plan.exposed[axis]:.4g} s")
     console.print(table)
     console.print(traffic)
+    if plan.places:
+        console.print(_places(plan))
     console.print(f"Its limit is {limit(plan)}.", highlight=False)
     figures = Table("figures", "from", title=f"Hardware {escape(ranking.hardware.name)}", title_justify="left")
     for names, source in ranking.hardware.source.items():
         figures.add_row(escape(names), escape(source))
     console.print(figures)
+
+
+def _places(plan: Plan) -> Table:
+    from cuboid.plan.explain import gigabytes
+
+    title = f"Places of the pipe: {plan.choice.schedule.pipeline}, {plan.bubble:.1%} of the step idle"
+    columns = ["place", "blocks", "forward", "backward", "idle in a step", "memory", "of which"]
+    table = Table(*columns, title=title, title_justify="left")
+    for i, each in enumerate(plan.places):
+        cells = " + ".join(map(str, each.blocks)), f"{each.forward:.4g} s", f"{each.backward:.4g} s"
+        held = "+".join(f"{size / 1e9:.3g}" for size in each.memory.values())
+        table.add_row(str(i), *cells, f"{each.idle:.4g} s", gigabytes(each.peak), held)
+    return table
 
 
 def show_dry(counted: Sequence[Comparison], plan: Plan, console: Console) -> None:
@@ -338,7 +368,9 @@ def show_published(lines: Sequence[Line], console: Console, as_json: bool) -> No
     console.print(table)
 
 
-def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, Any]:
+def export(
+    ranking: Ranking, counted: Sequence[Comparison] | None, timeline: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     from cuboid.plan.explain import why
 
     def row(plan: Plan) -> dict[str, Any]:
@@ -349,6 +381,11 @@ def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, 
             "activations": plan.choice.policy.activations,
             "weights": plan.choice.policy.weights,
             "sub_batches": plan.choice.schedule.parts,
+            "pipeline": plan.choice.schedule.pipeline if plan.places else None,
+            "stages": plan.choice.schedule.stages,
+            "split": plan.choice.schedule.split,
+            "bubble": plan.bubble,
+            "places": [asdict(place) | {"peak": place.peak} for place in plan.places],
             "seconds": plan.seconds,
             "tokens_per_second": ranking.tokens_per_second(plan),
             "mfu": ranking.mfu(plan),
@@ -374,6 +411,8 @@ def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, 
         "plans": [row(plan) for plan in ranking.plans],
         "corners": {name: row(plan) if plan else None for name, plan in ranking.corners.items()},
     }
+    if timeline:
+        found["timeline"] = timeline
     if counted is not None:
         found["dry_run"] = [asdict(each) | {"ok": each.ok} for each in counted]
     return found
