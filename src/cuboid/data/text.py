@@ -113,7 +113,8 @@ def split(files: Sequence[Path], fraction: float) -> tuple[list[Document], list[
     for held_out in (by_count, _by_size(documents, fraction)):
         train = [document for document, held in zip(documents, held_out, strict=True) if not held]
         val = [document for document, held in zip(documents, held_out, strict=True) if held]
-        if abs(sum(document.size for document in val) - fraction * total) <= fraction * total / 2:
+        apart = abs(sum(document.size for document in val) - fraction * total)
+        if apart <= fraction * total / 2 and (train or not documents):
             return train, val
     return _cut(documents, total - int(fraction * total))
 
