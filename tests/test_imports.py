@@ -26,6 +26,7 @@ PACKAGES = (
     "emulate",
     "verify",
     "train",
+    "demo",
     "doctor",
     "bench",
     "cli",
