@@ -12,6 +12,7 @@ import cuboid
 #: The packages, lowest first: a module imports from its own package and from those above it in this list.
 PACKAGES = (
     "device",
+    "fuse",
     "comm",
     "mesh",
     "run",

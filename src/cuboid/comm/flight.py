@@ -97,7 +97,8 @@ class Launched(Flight):
 
         def settle() -> None:
             start, stop = (span.launched + seconds for seconds in stamps.seconds())
-            ledger.waited(span, start, stop)
+            ledger.waited(span, start, stop, stamps.weight)
             span.landed = stop
 
-        ledger.later(settle)
+        if stamps.weight:
+            ledger.later(settle)

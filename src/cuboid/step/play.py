@@ -61,7 +61,7 @@ class Player:
         clock, post, leave = Clock(), self._post(batches, orders), any(m.kind == "W" for moves in order for m in moves)
         late = leave or any(len(moves) > 1 for moves in order)
         sums = Sums({bucket: len(batches) * uses for bucket, uses in self.uses.items()})
-        dloss = torch.tensor(scale / len(batches), dtype=torch.float64, device=self._like.device)
+        dloss = torch.full((), scale / len(batches), dtype=torch.float64, device=self._like.device)
         losses, passes, left = dict[int, Any](), dict[tuple[int, int], Pass](), dict[Any, list[Gathered]]()
         for moves, coming in pairwise([*order, ()]):
             if self.told is not None:

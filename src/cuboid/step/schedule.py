@@ -6,7 +6,7 @@
                the others are in flight
     chunks     a linear takes its tokens in so many chunks: one is multiplied while the next is gathered and the one
                before is scattered. For a micro-batch that cannot be split
-    compile    elementwise work is fused by torch.compile: values then differ in rounding
+    compile    elementwise work is fused by torch.compile: values then differ in rounding. On a GPU it always is
     beside     the forward of a micro-batch runs beside the backward of the one before it
     pipeline   on a pipe: the name of an order of `step/pipeline.py`, with so many `stages` a rank, and how the blocks
                are `split`: so many to each stage, evenly if none are given
@@ -23,8 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from cuboid.comm.flight import Message, Steps
-from cuboid.step.fuse import Fuse, compiled, plain
+from cuboid.fuse import Fuse, compiled, fuse_on
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,8 @@ class Schedule:
     stages: int = 1
     split: tuple[int, ...] = ()
 
-    @property
-    def fuse(self) -> Fuse:
-        return compiled if self.compile else plain
+    def fuse(self, device: torch.device) -> Fuse:
+        return compiled if self.compile else fuse_on(device)
 
     def order(self, count: int) -> "Order":
         return beside(count) if self.beside else in_turn(count)
