@@ -19,7 +19,7 @@ from cuboid.plan.cost import Cost
 from cuboid.plan.cost.cuboid import step_cost
 from cuboid.run.launch import Pool, World
 from cuboid.train.config import OptimizerSection, ScheduleSection, TrainConfig
-from cuboid.train.loop import Trainer
+from cuboid.train.loop import Trainer, train
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
 
 Pools = Callable[[int], Pool]
@@ -268,3 +268,18 @@ def test_learning_rate_warms_up_then_decays(decay: str, expected: list[float]) -
 def test_learning_rate_handles_short_schedule(steps: int, warmup: int, expected: list[float]) -> None:
     schedule = ScheduleSection(steps=steps, warmup=warmup, decay="linear", min_lr_ratio=0)
     assert [learning_rate(step, schedule, 1.0) for step in range(steps)] == pytest.approx(expected)
+
+
+def rejection(world: World, config: TrainConfig, folder: Path) -> str:
+    try:
+        train(world, config, folder, None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_train_every_rank_raises_what_rank_0_rejects(text: Path, tmp_path: Path, pool: Pools) -> None:
+    """Under torchrun a rank that waits for one which is gone would report a lost connection instead."""
+    (tmp_path / "something").touch()
+    found = pool(2).run(rejection, tiny(text, *on("2,1,1")), tmp_path)
+    assert found == [f"run folder {tmp_path} is not empty; resume the run in it or choose another folder"] * 2

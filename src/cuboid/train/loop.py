@@ -300,24 +300,36 @@ def pipeline_of(trainer: Trainer) -> str:
 
 
 def open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFolder | None:
-    """Where the run is kept, for rank 0, which writes there. Nothing is made before all is known good."""
-    config, run = trainer.config, None
-    if trainer.model.parallel.mesh.rank == 0:
-        text, events = resolved_toml(config), config.logging.tensorboard
-        check_folder(config, folder, resume)
-        begun = is_begun(config, folder, resume)
-        if begun:
-            run = RunFolder.open(folder, events)
-            run.lock()
-            forget(run.checkpoints, trainer.done)
-            run.rewind(trainer.done)
-            run.keep_config(text)
-        else:
-            run = RunFolder.create(folder, text, events)
-        if not begun or resume is None:
-            trainer.corpus.tokenizer.save(run.path)
-            if trainer.origin is not None:
-                trainer.origin.remember(run.path)
+    """Where the run is kept, for rank 0, which writes there. Nothing is made before all is known good. What rank 0
+    rejects is raised by all ranks, so that none is left waiting."""
+    mesh, run, rejected = trainer.model.parallel.mesh, None, None
+    if mesh.rank == 0:
+        try:
+            run = _open_folder(trainer, folder, resume)
+        except ValueError as error:
+            rejected = error
+    if (rejected := from_first(rejected, mesh.world)) is not None:
+        raise rejected
+    return run
+
+
+def _open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFolder:
+    config = trainer.config
+    text, events = resolved_toml(config), config.logging.tensorboard
+    check_folder(config, folder, resume)
+    begun = is_begun(config, folder, resume)
+    if begun:
+        run = RunFolder.open(folder, events)
+        run.lock()
+        forget(run.checkpoints, trainer.done)
+        run.rewind(trainer.done)
+        run.keep_config(text)
+    else:
+        run = RunFolder.create(folder, text, events)
+    if not begun or resume is None:
+        trainer.corpus.tokenizer.save(run.path)
+        if trainer.origin is not None:
+            trainer.origin.remember(run.path)
     return run
 
 
