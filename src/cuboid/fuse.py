@@ -35,7 +35,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             except Exception as error:  # of a compiler, of many kinds; what is the function's own comes again
                 warnings.warn(
-                    f"torch.compile failed ({type(error).__name__}), and elementwise work runs unfused, which is slower: "
+                    f"torch.compile failed ({type(error).__name__}), so elementwise work runs unfused and slower; "
                     "install what it asks for, or set TORCH_COMPILE_DISABLE=1",
                     stacklevel=2,
                 )

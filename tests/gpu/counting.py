@@ -23,11 +23,14 @@ from cuboid.comm.transport import fake
 from fused import KERNELS
 
 #: Of aten: they move no byte.
-FREE = """view _unsafe_view transpose permute split split_with_sizes slice select unsqueeze squeeze detach as_strided t
-expand alias unbind _reshape_alias unfold empty empty_like new_empty empty_strided new_empty_strided is_same_size lift_fresh
-chunk view_as resize_ device promote_types""".split()
-MATMULS = """mm addmm addmm_ bmm _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
-_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward""".split()
+FREE = {
+    *("view", "_unsafe_view", "_reshape_alias", "view_as", "as_strided", "alias", "detach", "lift_fresh", "resize_"),
+    *("split", "split_with_sizes", "chunk", "slice", "select", "unbind", "unfold", "expand", "squeeze", "unsqueeze"),
+    *("transpose", "permute", "t", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+    *("is_same_size", "device", "promote_types"),
+}
+KINDS = ("flash_attention", "flash_attention_backward", "efficient_attention", "efficient_attention_backward")
+MATMULS = ("mm", "addmm", "addmm_", "bmm", *(f"_scaled_dot_product_{kind}" for kind in KINDS))
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
 
 

@@ -1,7 +1,7 @@
 """CUDA devices that a CPU build of torch believes in. Import it before torch; $CUBOID_SHIM is shim.cpp, compiled.
 
-What torch's CPU build lacks is put into `torch.cuda`, and attention takes the kernels that a GPU would choose. Tensors on
-these devices are fake (shapes.py) or pretended (pretended.py).
+What torch's CPU build lacks is put into `torch.cuda`, and attention takes the kernels that a GPU would choose. Tensors
+on these devices are fake: they have shapes alone.
 """
 
 import ctypes
@@ -99,8 +99,10 @@ vars(torch.cuda).update(
 host_attention, kernels = F.scaled_dot_product_attention, Counter[str]()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False, **options: Any) -> Tensor:
-    """As torch chooses on a GPU: flash in low precision, the memory-efficient kernel in fp32, matmuls where neither can."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False, **options: Any
+) -> Tensor:
+    """As torch chooses on a GPU: flash in low precision, memory-efficient in fp32, matmuls where neither can."""
     if q.device.type != "cuda":
         return host_attention(q, k, v, attn_mask, is_causal=is_causal, **options)
     lower = isinstance(attn_mask, torch.nn.attention.bias.CausalBias)

@@ -1,15 +1,20 @@
-"""What steps launch on a GPU. Prints it as JSON for test_shapes.py: `shapes.py budgets`, `cases` or `orders`."""
+"""What steps launch on a GPU, as JSON for test_shapes.py: `shapes.py budgets`, `cases`, `orders` or `broken`."""
 
-import counting  # noqa: I001  before torch
+import counting  # noqa: F401, I001  before torch
 
 import json
 import sys
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from counting import count, per_layer
+from cuboid.layers.attend import Attend
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy, suitable_schedule
+from cuboid.run.watch import RankError
 from cuboid.step.schedule import Schedule
 
 LLAMA_8B = ModelConfig("llama", layers=2, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, context=8192)
@@ -57,11 +62,33 @@ def order(name: str) -> list[Any]:
     return [count(config, cuboid, batch, seq, rank=rank, **options).launched for rank in range(cuboid.ranks)]
 
 
+def broken(planted: str) -> dict[str, Any]:
+    """The first case with a fault in its attention."""
+    attend = Attend._attend
+
+    def faulty(*args: Any) -> Tensor:
+        Y = attend(*args)
+        if planted == "a host's tensor":
+            return Y + torch.ones(Y.shape[-1])
+        return Y * float(Y.sum()) if planted == "a value read back" else Y.clone()
+
+    Attend._attend = faulty  # type: ignore[method-assign]
+    try:
+        return case("x")
+    except RankError:  # the rank has said why
+        return {"error": planted}
+    finally:
+        Attend._attend = attend  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
-    (what,) = sys.argv[1:]
+    what, *words = sys.argv[1:]
     if what == "budgets":
-        print(json.dumps({str(k): budget(k) for k in (Cuboid(8, 1, 1), Cuboid(2, 2, 2))}))
+        found: Any = {str(k): budget(k) for k in (Cuboid(8, 1, 1), Cuboid(2, 2, 2))}
     elif what == "cases":
-        print(json.dumps({name: case(name) for name in CASES}))
+        found = {name: case(name) for name in CASES}
+    elif what == "orders":
+        found = {name: order(name) for name in ("xyz in four", "replicas, beside")}
     else:
-        print(json.dumps({name: order(name) for name in ("xyz in four", "x through the sequence", "replicas, beside")}))
+        found = {planted: broken(planted) for planted in words}
+    print(json.dumps(found))

@@ -38,11 +38,11 @@ class Mesh:
     """The axes of a cuboid as `rank` sees them, with a process group for each axis longer than one.
 
     Every rank of the world must make the same meshes in the same order: making a group is itself collective. A rank
-    that wants a mesh of its own asks for one `alone`. The device is that of the world's ranks, unless given. Without `overlap`, for comparison, nothing is hidden. `groups`
-    that exist already, one for each axis longer than one, are used and never closed. A `watch` sees to it that no rank
-    waits for ever. Hosts have `per_host` ranks each, in order; None: all are on one. Without `by_host` broadcasts and
-    sums to one rank go as gloo sends them, whatever the hosts. With `share_device` gloo's groups have one thread: for
-    many ranks per core.
+    that wants a mesh of its own asks for one `alone`. The `device` is what the world's ranks compute on, unless given.
+    Without `overlap`, for comparison, nothing is hidden. `groups` that exist already, one for each axis longer than
+    one, are used and never closed. A `watch` sees to it that no rank waits for ever. Hosts have `per_host` ranks each,
+    in order; None: all are on one. Without `by_host` broadcasts and sums to one rank go as gloo sends them, whatever
+    the hosts. With `share_device` gloo's groups have one thread: for many ranks per core.
     """
 
     #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.

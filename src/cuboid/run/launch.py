@@ -107,8 +107,8 @@ def join_world(
         torch.set_num_threads(1)
         if local == 0 and (gpus := gpu_count()):
             print(
-                f"warning: {local_size} ranks on a host of {gpus} GPUs: all compute on its CPU, over gloo; start {gpus} "
-                "ranks at most to use them",
+                f"warning: {local_size} ranks on a host with {gpus} GPUs: they compute on its CPU, over gloo; start at "
+                f"most {gpus} ranks per host to use the GPUs",
                 file=sys.stderr,
                 flush=True,
             )

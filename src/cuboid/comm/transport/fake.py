@@ -17,7 +17,15 @@ from cuboid.comm.transport.base import Transport
 from cuboid.comm.transport.gloo import Gloo
 from cuboid.comm.transport.nccl import Nccl
 
-LAUNCHES = "all_gather_single all_reduce all_to_all all_to_all_single broadcast reduce reduce_scatter_single".split()
+LAUNCHES = (
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "reduce_scatter_single",
+)
 
 
 class _Held:

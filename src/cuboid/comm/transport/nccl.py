@@ -18,7 +18,7 @@ from cuboid.comm.transport.base import Result, Transport, Works
 from cuboid.device import Stamps, any_gpu
 from cuboid.fuse import fuse_on
 
-TIMED = 7  # one of so many collectives of a kind: a prime, so that it is each layer's first in turn
+TIMED = 7  # of so many collectives of a kind one is timed: a prime, so that it is not the same one of every layer
 
 
 class Nccl(Transport):
@@ -39,7 +39,9 @@ class Nccl(Transport):
                 lambda row, half: self.shift(half, row, 1), rows, [half[1 - self.index] for half in halves], like.device
             )
             own = [half[self.index] for half in halves]
-            each = [(a, b) if self.index == 0 else (b, a) for a, b in zip(own, rows, strict=True)]
+            each: list[tuple[Tensor, ...]] = [
+                (a, b) if self.index == 0 else (b, a) for a, b in zip(own, rows, strict=True)
+            ]
         else:  # a row of everything from each rank
             received = like.new_empty(p, sum(lengths))
             rows = received.split(lengths, 1)
