@@ -112,7 +112,7 @@ MUTANTS = [
         "self._left[bucket] == 0",
         "self._left[bucket] <= 1",
     ),
-    Mutant("replicas not summed", WEIGHTS, "Sums._sum_replicas", "bucket.mesh.data", "bucket.mesh.x"),
+    Mutant("replicas not summed", WEIGHTS, "Sums._sum_replicas", "bucket.mesh.replicas", "bucket.mesh.x"),
     Mutant("no sum over y", WEIGHTS, "Sums.finish", "(mesh.x, mesh.y, mesh.z)", "(mesh.x, mesh.z)"),
     Mutant("sub-batches added up in bf16", WEIGHTS, "Gathered.gradient", "wide or self._uses > 1", "wide"),
     Mutant(

@@ -31,7 +31,7 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     (lambda: ModelConfig(dropout=1.0), ["dropout=1.0", "below 1"]),
     (lambda: GPT2.check(Cuboid(1, 4, 2), 8, 8), ["heads=12", "y·z=8", "8 or 16", "[6, 4, 3]"]),
     (lambda: GPT2.replace(hidden=25, head_dim=2).check(Cuboid(1, 1, 2), 8, 8), ["hidden=25", "z=2", "24 or 26"]),
-    (lambda: GPT2.check(Cuboid(1, 1, 1, data=3), 8, 8), ["batch=8", "data=3", "6 or 9"]),
+    (lambda: GPT2.check(Cuboid(1, 1, 1, replicas=3), 8, 8), ["batch=8", "replicas=3", "6 or 9"]),
     (lambda: GPT2.check(Cuboid(), 0, 8), ["batch=0", "at least 1"]),
     (lambda: ModelConfig(window=-1), ["window=-1", "at least 0"]),
     (
@@ -47,7 +47,7 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     ),
     (lambda: Cuboid(2, 0, 1), ["y=0", "at least 1"]),
     (lambda: Cuboid(2, 1, True), ["z=True", "whole number"]),
-    (lambda: Cuboid(order=("x", "y", "z", "z")), ["'x,y,z,z'", "data, x, y, z", "once"]),
+    (lambda: Cuboid(order=("x", "y", "z", "z")), ["'x,y,z,z'", "replicas, x, y, z", "once"]),
     (lambda: Policy(activations="keep"), ["activations='keep'", "regather, retain"]),  # type: ignore[arg-type]
     (lambda: Policy(weights=""), ["weights=''", "regather, retain"]),  # type: ignore[arg-type]
     (lambda: Loss(label_smoothing=1.0), ["label_smoothing=1.0", "at least 0 and below 1"]),
@@ -93,7 +93,7 @@ def wrong_seq(world: World, mesh: Mesh) -> None:
 
 
 def refusal_of(world: World, attempt: Callable[[World, Mesh], None]) -> tuple[str, dict[str, Any]]:
-    mesh = Mesh(Cuboid(1, 2, 1, data=2), world.rank)
+    mesh = Mesh(Cuboid(1, 2, 1, replicas=2), world.rank)
     try:
         attempt(world, mesh)
     except ValueError as error:
@@ -106,9 +106,9 @@ def refusal_of(world: World, attempt: Callable[[World, Mesh], None]) -> tuple[st
 @pytest.mark.parametrize(
     ("attempt", "text"),
     [
-        (wrong_world, "cuboid (2,3,1) needs x·y·z·data·pipe = 6 ranks but 4 were started; start 6 ranks or"),
+        (wrong_world, "cuboid 2,3,1 needs x·y·z·replicas·pipe = 6 ranks but 4 were started; start 6 ranks or"),
         (wrong_heads, "heads=3 cannot be cut into y·z=2; use heads 2 or 4"),
-        (wrong_batch, "batch=3 cannot be cut into data=2; use batch 2 or 4"),
+        (wrong_batch, "batch=3 cannot be split over replicas=2; use batch 2 or 4"),
         (wrong_seq, "seq=17 is longer than context=16"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -73,7 +73,7 @@ def test_bound_cuboid_traffic_is_over_two_thirds() -> None:
                 found.append(sum(contestant.cost(problem, 0).bytes().values()) / bound)
         least[policy.activations, policy.weights] = min(found)
     assert min(least.values()) > 2 / 3
-    assert least["retain", "retain"] < 0.7  # on (2,1,1) weights alone move, twice: nothing but the embedding is above
+    assert least["retain", "retain"] < 0.7  # on 2,1,1 weights alone move, twice: nothing but the embedding is above
     assert least["retain", "retain"] < least["retain", "regather"] < least["regather", "regather"]
 
 
@@ -165,7 +165,7 @@ def test_turn_bytes_between_hosts_match_egress() -> None:
 
 def test_bench_cli_layouts_writes_results_and_plots(tmp_path: Path) -> None:
     out = tmp_path / "a folder"
-    names = ("1-D", "2-D 2×2", "cuboid (1,2,2)", "native 2×2")
+    names = ("1-D", "2-D 2×2", "cuboid 1,2,2", "native 2×2")
     only = [word for name in names for word in ("--only", name)]
     words = ["bench", "layouts", "--ranks", "4", "--rounds", "2", "--steps", "1", "--out", str(out), *SIZES, *only]
     done = CliRunner().invoke(app, words)
@@ -206,7 +206,7 @@ def test_bench_cli_cpu_writes_samples(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "cpu.json").read_text())
     assert found.keys() == {*ENVELOPE, "problem", "rows"}
     (row,) = found["rows"]
-    assert row["name"] == "cuboid (1,2,1)"
+    assert row["name"] == "cuboid 1,2,1"
     assert {name: len(samples) for name, samples in row["samples"].items()} == {"step": 5, "serial": 5, "bare": 2}
 
 
@@ -218,14 +218,14 @@ def test_lean_computes_least_ratio_and_ns_per_byte() -> None:
 def test_overlap_found_derives_figures_from_samples() -> None:
     off = [Times(2.0, 3.0, 1.0, exposed, 100, 1.5, 0.0) for exposed in (3.0, 4.0, 5.0)]
     on = [Times(1.0, 2.0, 1.0, exposed, 100, 2.0, 0.0) for exposed in (0.5, 1.0, 1.5)]
-    row = Found("(2,1,1)", 1.0, "8mbit", on, off, traced=2.0, tcps=[0.5], ranks=2, bytes=96).export()
+    row = Found("2,1,1", 1.0, "8mbit", on, off, traced=2.0, tcps=[0.5], ranks=2, bytes=96).export()
     wanted = {"compute": 2.0, "communication": 4.0, "measured_ratio": 2.0, "exposed": 1.0, "cpu": 4.0, "gain": 1.5}
     wanted |= {"above_best": 1.0, "exposed_share": 0.25, "traced_share": 0.5, "bytes": 96}
     assert {name: row[name] for name in wanted} == wanted
     assert [step["exposed"] for step in row["samples"]["off"]] == [3.0, 4.0, 5.0]
     assert json.dumps(row)
     assert row["beside"] is None
-    beside = Found("(2,1,1)", 1.0, "8mbit", on, off, 2.0, [0.5], 2, 96, besides=on)
+    beside = Found("2,1,1", 1.0, "8mbit", on, off, 2.0, [0.5], 2, 96, besides=on)
     assert (beside.beside, beside.beside_cells()) == ((4.0, 0.25), ["4.00", "25%"])
 
 
@@ -277,7 +277,7 @@ def test_bench_cli_accuracy_matches_serial_losses(tmp_path: Path) -> None:
         (["overlap", "--seq", "8", "--ranks", "2"], "overlap has no use for --ranks, --seq; it takes --activations"),
         (["cpu", "--rate", "8mbit"], "cpu has no use for --rate; it takes --hidden, --only, --out"),
         (["cpu", "--ranks", "4,8"], "--ranks 4,8: cpu takes one number"),
-        (["cpu", "--only", "cube"], "beginning of none of cuboid (1,1,8)"),
+        (["cpu", "--only", "cube"], "beginning of none of cuboid 1,1,8"),
         (["accuracy", "--rounds", "2"], "accuracy has no use for --rounds; it takes --only, --out, --quick, --steps"),
     ],
 )

@@ -70,7 +70,7 @@ def gradients(world: World, cuboid: Cuboid, samples: int, seq: int) -> dict[str,
         (Cuboid(2, 2, 2), 4, 13),  # padded to 14: nobody may attend to the padding
         (Cuboid(1, 4, 2), 3, 24),
         (Cuboid(4, 1, 2), 2, 13),  # x cuts the sequence
-        (Cuboid(1, 2, 1, data=2), 2, 7),
+        (Cuboid(1, 2, 1, replicas=2), 2, 7),
     ],
     ids=str,
 )
@@ -180,9 +180,9 @@ def over(world: World, sizes: tuple[int, ...], names: tuple[str, ...]) -> tuple[
 
 def test_mesh_over_accepts_torch_device_mesh(pool: Pools) -> None:
     (name, loss), *_ = pool(8).run(over, (2, 4), ("z", "x"))
-    assert name == "(4,1,2) pipe,data,y,z,x"
-    (name, same), *_ = pool(8).run(over, (2, 2, 1, 2), ("data", "y", "x", "z"))
-    assert name == "(1,2,2) × data=2 pipe,data,y,x,z"
+    assert name == "4,1,2 pipe,replicas,y,z,x"
+    (name, same), *_ = pool(8).run(over, (2, 2, 1, 2), ("replicas", "y", "x", "z"))
+    assert name == "1,2,2 replicas=2 pipe,replicas,y,x,z"
     assert loss == pytest.approx(same, rel=1e-12)
     assert "dims named ('x', 'tp')" in pool(8).run(over, (4, 2), ("x", "tp"))[0]
 

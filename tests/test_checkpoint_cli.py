@@ -133,12 +133,12 @@ def test_checkpoint_cli_list_shows_steps_and_damage(run: Path, cuboid: Cuboid) -
     lines = said.out.splitlines()
     assert len(lines) == 5
     assert [line.split()[0] for line in lines[1:]] == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
-    assert "(1,2,1)" in lines[1]
+    assert "1,2,1" in lines[1]
     assert "looks whole" in lines[2]  # its sizes are right
     assert "damaged: state.json" in lines[4]
     rows = json.loads(cuboid("checkpoint", "list", run, "--json").out)
     assert [bool(row["damage"]) for row in rows] == [False, False, False, True]
-    assert rows[0]["cuboid"] == {"pipe": 1, "data": 1, "x": 1, "y": 2, "z": 1}
+    assert rows[0]["cuboid"] == {"pipe": 1, "replicas": 1, "x": 1, "y": 2, "z": 1}
     assert rows[0]["bytes"] > 100_000
 
 

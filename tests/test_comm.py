@@ -25,7 +25,7 @@ from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.run.launch import Pool, World
 
-MIXED = Cuboid(2, 3, 2, order=("y", "data", "x", "z"))
+MIXED = Cuboid(2, 3, 2, order=("y", "replicas", "x", "z"))
 ROWS = 6  # 2 and 3 divide it
 
 

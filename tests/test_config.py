@@ -14,7 +14,7 @@ from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.presets import PRESETS
 from cuboid.train.config import ModelSection, RopeScalingSection, TrainConfig, load, resolved_toml
-from cuboid.train.keys import keys
+from cuboid.train.keys import RenamedKey, keys
 
 
 def refused(*overrides: str, path: Path | None = None) -> str:
@@ -69,7 +69,7 @@ def test_config_override_accepts_bare_text(text: str, value: str) -> None:
 def test_config_override_splits_lists_and_makes_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(None, ["cuboid.order=z,y,x,data", "data.paths=a.txt, b c.txt", 'data.tokenizer="t.json"'])
-    assert config.cuboid.order == ("z", "y", "x", "data")
+    assert config.cuboid.order == ("z", "y", "x", "replicas")
     assert config.data.paths == (str(tmp_path / "a.txt"), str(tmp_path / "b c.txt"))
     assert config.data.tokenizer == str(tmp_path / "t.json")
     assert load(None, ['data.paths=["a,b.txt"]']).data.paths == (str(tmp_path / "a,b.txt"),)
@@ -104,7 +104,7 @@ def test_config_override_splits_lists_and_makes_paths_absolute(tmp_path: Path, m
         ("model.heads=2", ("heads=2", "y·z=4", "use heads 4")),
         ("model.context=64", ("seq=128", "context=64")),
         ("model.context=32", ("seq=128", "context=32", "raise context or shorten seq")),  # rotary positions too
-        ("cuboid.order=x,y,z", ("x,y,z", "data")),
+        ("cuboid.order=x,y,z", ("x,y,z", "replicas")),
         ("data.paths=/no/such.txt", ("data.paths", "/no/such.txt", "does not exist")),
     ],
 )
@@ -235,3 +235,36 @@ def test_config_cli_lists_and_shows_presets(run: typer.Typer) -> None:
     shown = CliRunner().invoke(run, ["--preset", "gpt2-1.5b"])  # 25 heads do not fit the default cuboid: shown still
     assert shown.exit_code == 0
     assert tomllib.loads(shown.stdout)["model"]["heads"] == 25
+
+
+def test_config_reads_earlier_names_with_one_warning(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text('[cuboid]\ndata = 2\norder = ["data", "x", "y", "z"]\n[memory]\ncheckpoint = "full"\n')
+    with pytest.warns(RenamedKey) as warned:
+        config = load(file)
+    assert [str(each.message) for each in warned] == [
+        "cuboid.data is now called cuboid.replicas, memory.checkpoint is now called memory.recompute; earlier names "
+        "are still read"
+    ]
+    assert (config.cuboid.replicas, config.memory.recompute) == (2, "full")
+    assert config.cuboid_shape().order == ("pipe", "replicas", "x", "y", "z")
+    with pytest.warns(RenamedKey, match="restart.most is now called restart.max_restarts"):
+        assert load(None, ["restart.most=7"]).restart.max_restarts == 7
+
+
+def test_config_rejects_key_under_both_names(tmp_path: Path) -> None:
+    file = tmp_path / "both.toml"
+    file.write_text('[memory]\ncheckpoint = "full"\nrecompute = "none"\n')
+    with pytest.raises(ValueError, match=r"memory.recompute is given twice, once by its earlier name"):
+        load(file)
+
+
+@pytest.mark.parametrize(("typed", "dtype"), [("float32", "fp32"), ("bfloat16", "bf16"), ("half", "fp16")])
+def test_config_reads_other_spellings_of_dtype(typed: str, dtype: str) -> None:
+    assert load(None, [f"precision.dtype={typed}"]).precision.dtype == dtype
+
+
+def test_config_reads_other_cuboids_as_written_now_and_before() -> None:
+    now = load(None, ["cuboid.others=1,2,2; 2,1,1 replicas=2 pipe=2"]).other_cuboids()
+    assert now == [Cuboid(1, 2, 2), Cuboid(2, 1, 1, replicas=2, pipe=2)]
+    assert load(None, ["cuboid.others=1x2x2, 2x1x1x2x2"]).other_cuboids() == now

@@ -15,7 +15,7 @@ from cuboid.step.schedule import Schedule
 @pytest.mark.parametrize(("rank", "special"), [(0, {}), (2345, {"qk_norm": True, "qkv_bias": True})])
 def test_dry_run_matches_step_cost_on_one_of_4096_ranks(rank: int, special: dict[str, bool]) -> None:
     config = ModelConfig("llama", layers=1, hidden=1024, heads=128, kv_heads=32, vocab=5000, context=512, **special)
-    cuboid = Cuboid(16, 8, 8, data=4)
+    cuboid = Cuboid(16, 8, 8, replicas=4)
     counted = dry_run(Work(config, 32, 512, "fp32"), cuboid, Choice(), rank)
     cost = step_cost(config, cuboid, cuboid.coordinates(rank), 32, 512)
     assert (counted.counts, counted.flops) == (cost.counts(), cost.flops)
@@ -25,7 +25,7 @@ def test_dry_run_matches_step_cost_on_one_of_4096_ranks(rank: int, special: dict
 @pytest.mark.parametrize("micro_batches", [1, 8])
 def test_planner_peak_of_micro_batches_matches_dry_run(micro_batches: int) -> None:
     """Has the gradients of those before in it, in the run as in the plan."""
-    config, cuboid = ModelConfig("gpt2", layers=4, hidden=256, heads=8, vocab=1000, context=128), Cuboid(data=8)
+    config, cuboid = ModelConfig("gpt2", layers=4, hidden=256, heads=8, vocab=1000, context=128), Cuboid(replicas=8)
     work = Work(config, 8, 128, micro_batches=micro_batches)
     assert -0.02 < peak_error(work, cuboid, Choice()) < 0.02
 

@@ -34,7 +34,7 @@ CHANGES = [
     "schedule.steps=1000000",
     "checkpoint.every=5",
     "watch.timeout=40",
-    "cuboid.others=1x2x2",
+    "cuboid.others=1,2,2",
 ]
 CONF = "keep_alive_interval=2,keep_alive_max_attempt=10,last_call_timeout=20,read_timeout=60"
 

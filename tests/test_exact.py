@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "smoothing": (0.0, 0.1),
     "z_loss": (0.0, 0.01),
     "ignore": (-100, 2),  # outside the vocabulary, and within
-    "order": (AXES, ("z", "data", "y", "x"), ("x", "z", "data", "y")),
+    "order": (AXES, ("z", "replicas", "y", "x"), ("x", "z", "replicas", "y")),
 }
 Choice = dict[str, Any]
 
@@ -117,8 +117,8 @@ def case_of(grid: Cuboid, choice: Choice, seed: int) -> Case:
     )
     return Case(
         config,
-        Cuboid(grid.x, grid.y, grid.z, grid.data, c["order"]),
-        batch=batch * grid.data,
+        Cuboid(grid.x, grid.y, grid.z, grid.replicas, c["order"]),
+        batch=batch * grid.replicas,
         seq=c["seq"],
         policy=Policy(c["activations"], c["weights"], 40 if c["head"] == "chunks" else 1 << 24),
         loss=Loss(c["ignore"], c["smoothing"], c["z_loss"]),

@@ -189,7 +189,7 @@ PLAUSIBLE = [
     *("8", "2,2,2", "1,1,1", "auto", "0", "-1", "3", "64", "4096", "1e9", "1000000007", "99999999999999999999"),
     *("text.txt", "noise", "empty", "nowhere", "", "/", "/dev/null", "..", "~"),
     *("gpt2", "gpt2-1.5b", "llama", "a100-hdr", "bf16", "fp64"),
-    *("layouts", "strong", "100mbit", "x=1", "model.hidden=24", "data=3"),
+    *("layouts", "strong", "100mbit", "x=1", "model.hidden=24", "replicas=3"),
 ]
 words = st.one_of(st.sampled_from(PLAUSIBLE), texts, numbers.map(str))
 

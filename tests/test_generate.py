@@ -47,7 +47,7 @@ def without_cache(config: ModelConfig, count: int) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-CUBOIDS = [Cuboid(1, 2, 2), Cuboid(1, 2, 1, data=2)]
+CUBOIDS = [Cuboid(1, 2, 2), Cuboid(1, 2, 1, replicas=2)]
 CUBOIDS += [pytest.param(each, marks=pytest.mark.slow) for each in (Cuboid(), Cuboid(2, 2, 2))]
 
 

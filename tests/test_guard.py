@@ -82,18 +82,18 @@ def test_guard_zero_factor_disables_spike_detection() -> None:
 
 
 def test_guard_stops_after_too_many_skips() -> None:
-    guard = Guard(GuardSection(most_skips=2))
+    guard = Guard(GuardSection(max_skips=2))
     for step in (1, 2):
         assert not guard.admit(step, 1.0, nan)
     assert guard.admit(3, 1.0, 1.0)
     for step in (4, 5):
         assert not guard.admit(step, 1.0, nan)
-    with pytest.raises(Diverged, match=r"step 6: .*; skipped, 3 in a row with guard.most_skips = 2"):
+    with pytest.raises(Diverged, match=r"step 6: .*; skipped, 3 in a row with guard.max_skips = 2"):
         guard.admit(6, 1.0, nan)
 
 
 def test_guard_tolerates_loss_scale_search() -> None:
-    guard = Guard(GuardSection(nonfinite="stop", most_skips=0))
+    guard = Guard(GuardSection(nonfinite="stop", max_skips=0))
     for step in range(1, 30):
         assert not guard.admit(step, 1.0, nan, searching=True)
     assert not guard.said

@@ -139,7 +139,7 @@ def test_plan_check_predicts_measured_layouts() -> None:
     for found in checks:
         assert found.ok, (found.path, found.rate, found.mean_error, found.regret)
         assert len(found.steps) == 10
-        assert found.reference == "(2,2,2)"
-        assert found.error(next(step for step in found.steps if step.cuboid == "(2,2,2)")) == 0
+        assert found.reference == "2,2,2"
+        assert found.error(next(step for step in found.steps if step.cuboid == "2,2,2")) == 0
         assert found.regret >= 0
         assert found.choice in found.steps

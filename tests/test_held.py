@@ -41,7 +41,7 @@ CASES = [
     (GPT2, Cuboid(2, 2, 1), "bf16", Choice(schedule=PARTS), 1, 0.03),
     (LLAMA, Cuboid(1, 2, 2), "bf16", Choice(schedule=PARTS), 1, 0.03),
     (LLAMA, Cuboid(2, 2, 1), "fp32", Choice("none", Policy("retain"), PARTS), 1, 0.03),
-    (GPT2, Cuboid(2, 1, 1, data=2), "fp32", Choice(), 3, 0.003),
+    (GPT2, Cuboid(2, 1, 1, replicas=2), "fp32", Choice(), 3, 0.003),
     (LLAMA, Cuboid(2, 2, 1), "fp32", Choice(), 3, 0.003),
 ]
 
@@ -53,7 +53,7 @@ FROZEN = [
     (LLAMA, Cuboid(2, 2, 1), "fp32", Choice("selective"), 1, 0.03, "attention|embed"),
     (WIDE, Cuboid(2, 1, 2), "fp32", Choice(), 1, 0.03, "mlp|positions"),
     (GPT2, Cuboid(2, 2, 2), "fp32", Choice(), 1, 0.05, "embed|positions|blocks.[012]"),
-    (LLAMA, Cuboid(2, 1, 1, data=2), "fp32", Choice(), 3, 0.03, "embed|blocks.0"),
+    (LLAMA, Cuboid(2, 1, 1, replicas=2), "fp32", Choice(), 3, 0.03, "embed|blocks.0"),
 ]
 
 

@@ -11,6 +11,8 @@ import cuboid
 
 #: The packages, lowest first: a module imports from its own package and from those above it in this list.
 PACKAGES = (
+    "lazy",
+    "dtypes",
     "device",
     "fuse",
     "comm",
@@ -25,6 +27,7 @@ PACKAGES = (
     "emulate",
     "verify",
     "train",
+    "doctor",
     "bench",
     "cli",
 )

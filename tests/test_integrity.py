@@ -21,7 +21,8 @@ from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.hf.folder import Stored
-from cuboid.run.launch import Pool, RankError, RunError, World, launch
+from cuboid.run.errors import RankError, RunError
+from cuboid.run.launch import Pool, World, launch
 from cuboid.train import checkpoint, manifest, storage
 from cuboid.train.checkpoint import candidates, complete, newest, step_of
 from cuboid.train.config import TrainConfig
@@ -55,7 +56,7 @@ def close(trainer: Trainer, *writers: Writer) -> None:
 
 @pytest.fixture(scope="module")
 def run(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory, pool: Pools) -> Path:
-    """With three checkpoints, written on (2,1,1)."""
+    """With three checkpoints, written on 2,1,1."""
     folder = tmp_path_factory.mktemp("a run")
     pool(2).run(write, config, folder)
     return folder

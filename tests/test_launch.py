@@ -17,7 +17,8 @@ import torch.distributed as dist
 from commands import HUNG
 from tiny import curve, losses, on, settings, tiny, write_text
 
-from cuboid.run.launch import Pool, RankError, World, launch
+from cuboid.run.errors import RankError
+from cuboid.run.launch import Pool, World, join_world, launch
 from cuboid.run.meeting import fresh_store
 
 Pools = Callable[[int], Pool]
@@ -111,6 +112,19 @@ def meet_twice(world: World, port: int) -> list[int]:
         found.append(store.add("came", 0))
         dist.barrier()
     return found
+
+
+def test_join_world_has_gloo_connect_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun's ranks too: a thousand of them would make half a million connections that nobody uses."""
+    seen = list[str | None]()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ["TORCH_GLOO_LAZY_INIT"]))
+    monkeypatch.setattr("cuboid.run.launch._keep_memory", lambda: None)
+    join_world(dist.HashStore())
+    assert seen == ["1"]
 
 
 def test_fresh_store_ignores_entries_of_dead_ranks() -> None:

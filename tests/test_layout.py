@@ -61,7 +61,9 @@ def test_spec_gathered_range_is_union_of_shards(spec: Spec, cuboid: Cuboid) -> N
 def test_spec_nested_split_follows_dtensor_rule() -> None:
     """10 rows cut by y=2, then each block of 5 by x=3: DTensor's rule."""
     spec, cuboid = Spec((10,), (("y", "x"),)), Cuboid(3, 2, 1)
-    found = [spec.ranges(cuboid, {"pipe": 0, "data": 0, "x": x, "y": y, "z": 0})[0] for y in range(2) for x in range(3)]
+    found = [
+        spec.ranges(cuboid, {"pipe": 0, "replicas": 0, "x": x, "y": y, "z": 0})[0] for y in range(2) for x in range(3)
+    ]
     assert found == [(0, 2), (2, 4), (4, 5), (5, 7), (7, 9), (9, 10)]
 
 
@@ -76,7 +78,7 @@ DTENSORS = [
     (Spec((10, 5), (("z", "x"), ("y",))), Cuboid(2, 2, 2)),  # out of
     (Spec((5,), (("z", "x"),)), Cuboid(2, 1, 4)),
     (Spec((3, 4), (("y", "x"), ("z",))), Cuboid(2, 2, 1, 2)),  # fewer rows than ranks, replicated
-    (Spec((9, 7), (("y", "x"), ("z",))), Cuboid(2, 2, 2, order=("z", "data", "x", "y"))),
+    (Spec((9, 7), (("y", "x"), ("z",))), Cuboid(2, 2, 2, order=("z", "replicas", "x", "y"))),
 ]
 
 

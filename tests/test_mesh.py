@@ -34,10 +34,10 @@ def test_cuboid_array_has_every_rank_at_its_coordinates(cuboid: Cuboid, axes: tu
 
 
 def test_cuboid_last_axis_of_order_has_adjacent_ranks() -> None:
-    cuboid = Cuboid(2, 3, 2, 2, order=("z", "y", "data", "x"))
-    assert cuboid.order == ("pipe", "z", "y", "data", "x")  # as orders were written before there was a pipe
-    assert cuboid.coordinates(1) == {"pipe": 0, "data": 0, "x": 1, "y": 0, "z": 0}
-    assert cuboid.coordinates(2) == {"pipe": 0, "data": 1, "x": 0, "y": 0, "z": 0}
+    cuboid = Cuboid(2, 3, 2, 2, order=("z", "y", "replicas", "x"))
+    assert cuboid.order == ("pipe", "z", "y", "replicas", "x")  # as orders were written before there was a pipe
+    assert cuboid.coordinates(1) == {"pipe": 0, "replicas": 0, "x": 1, "y": 0, "z": 0}
+    assert cuboid.coordinates(2) == {"pipe": 0, "replicas": 1, "x": 0, "y": 0, "z": 0}
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 3), (4, 6), (6, 9), (8, 10), (12, 18), (64, 28)])
@@ -48,12 +48,12 @@ def test_factorisations_enumerates_every_cuboid_once(ranks: int, count: int) -> 
 
 
 def test_cuboid_counts_ranks_and_formats_as_text() -> None:
-    cuboid = Cuboid(2, 3, 4, data=5)
+    cuboid = Cuboid(2, 3, 4, replicas=5)
     assert (cuboid.block, cuboid.ranks) == (24, 120)
-    assert str(cuboid) == "(2,3,4) × data=5"
-    assert str(Cuboid(2, 3, 4)) == "(2,3,4)"
-    assert str(Cuboid(2, 3, 4, pipe=2)) == "(2,3,4) × pipe=2"
-    assert Cuboid(2, 3, 4, data=5, pipe=2).ranks == 240
+    assert str(cuboid) == "2,3,4 replicas=5"
+    assert str(Cuboid(2, 3, 4)) == "2,3,4"
+    assert str(Cuboid(2, 3, 4, pipe=2)) == "2,3,4 pipe=2"
+    assert Cuboid(2, 3, 4, replicas=5, pipe=2).ranks == 240
 
 
 @pytest.mark.parametrize("text", ["2,3,4", " 2, 3 ,4", "2x3x4", "2×3×4"])
@@ -62,7 +62,7 @@ def test_cuboid_parse_accepts_commas_and_crosses(text: str) -> None:
 
 
 def test_cuboid_parse_reads_data_and_order() -> None:
-    assert Cuboid.parse("2,1,1", 3, "z, y, x, data") == Cuboid(2, 1, 1, 3, ("z", "y", "x", "data"))
+    assert Cuboid.parse("2,1,1", 3, "z, y, x, replicas") == Cuboid(2, 1, 1, 3, ("z", "y", "x", "replicas"))
     assert Cuboid.parse("2,1,1", pipe=3) == Cuboid(2, pipe=3)
 
 
@@ -78,7 +78,7 @@ def groups(world: World, cuboid: Cuboid) -> dict[str, tuple[int, int, list[int]]
 
 
 def test_mesh_groups_are_lines_of_cuboid(pool: Callable[[int], Pool]) -> None:
-    cuboid = Cuboid(4, 1, 3, order=("z", "x", "y", "data"))
+    cuboid = Cuboid(4, 1, 3, order=("z", "x", "y", "replicas"))
     for rank, found in enumerate(pool(12).run(groups, cuboid)):
         mine = cuboid.coordinates(rank)
         for axis in AXES:

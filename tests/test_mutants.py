@@ -49,7 +49,7 @@ VALUES = [
     Case(LLAMA, Cuboid(1, 2, 2), 4, 12, schedule=Schedule(parts=2, beside=True), micro_batches=2),
     Case(GPT2, Cuboid(1, 2, 2), 2, 12, dropout=3, recompute="full", schedule=Schedule(chunks=2)),
     Case(LLAMA.replace(kv_heads=12), Cuboid(2, 1, 2), 1, 16, Policy("retain", "retain", 40), schedule=OFF),
-    Case(LLAMA, Cuboid(1, 2, 1, data=2), 4, 7, recompute="selective", micro_batches=2),
+    Case(LLAMA, Cuboid(1, 2, 1, replicas=2), 4, 7, recompute="selective", micro_batches=2),
     Case(LLAMA.replace(kv_heads=12), Cuboid(1, 2, 3), 1, 12, schedule=Schedule(chunks=4)),
     Case(LLAMA.replace(vocab=38), Cuboid(3, 1, 1), 3, 12, schedule=PREFETCH),
 ]
@@ -102,7 +102,7 @@ CHECKS: dict[str, Check] = {
     "own model": lambda pools: test_own_model.test_own_model_matches_serial(
         Cuboid(1, 2, 2), Schedule(parts=2), True, ""
     ),
-    "encoder": partial(test_blocks.test_encoder_loss_and_gradients_match_serial, Cuboid(1, 2, 1, data=2), 2, 7),
+    "encoder": partial(test_blocks.test_encoder_loss_and_gradients_match_serial, Cuboid(1, 2, 1, replicas=2), 2, 7),
     "sums of bf16": test_precision.test_gathered_adds_up_bf16_gradients_of_many_sub_batches,
     "sums over ranks of bf16": test_precision.test_reduce_scatter_of_bf16_sums_in_fp32,
     "fp16": partial(

@@ -42,9 +42,13 @@ CASES = [
     Case(LLAMA, Cuboid(1, 3, 1), 2, 13, loss=SMOOTH, recompute="full"),
     Case(GPT2, Cuboid(1, 4, 1), 3, 13, loss=SMOOTH, dropout=7),
     Case(LLAMA.replace(kv_heads=4), Cuboid(1, 4, 1), 2, 13),
-    Case(GPT2, Cuboid(1, 2, 1, data=2), 6, 13, loss=SMOOTH, dropout=7),
+    Case(GPT2, Cuboid(1, 2, 1, replicas=2), 6, 13, loss=SMOOTH, dropout=7),
     Case(
-        LLAMA.replace(tied=True, bias=True), Cuboid(1, 2, 1, 2, ("y", "x", "data", "z")), 4, 13, recompute="selective"
+        LLAMA.replace(tied=True, bias=True),
+        Cuboid(1, 2, 1, 2, ("y", "x", "replicas", "z")),
+        4,
+        13,
+        recompute="selective",
     ),
     Case(GPT2, Cuboid(1, 6, 1), 2, 13, loss=SMOOTH, dropout=7),
     Case(LLAMA, Cuboid(1, 6, 1), 2, 13, loss=SMOOTH),
@@ -177,7 +181,7 @@ def test_one_d_evaluation_loss_matches_training_loss(sequence: bool, pool: Pools
 
 @VARIANTS
 def test_one_d_own_loss_matches_one_device(sequence: bool, pool: Pools) -> None:
-    case = Case(GPT2, Cuboid(1, 2, 1, data=2), 4, 12)
+    case = Case(GPT2, Cuboid(1, 2, 1, replicas=2), 4, 12)
     for errors in pool(4).run(compare_own_loss, case, in_sequence if sequence else plain):
         assert not wrong(errors)
 
@@ -193,7 +197,7 @@ def tokens_of(world: World, config: ModelConfig, cuboid: Cuboid, sequence: bool)
 @VARIANTS
 @pytest.mark.parametrize("config", [GPT2.replace(tied=False), LLAMA.replace(vocab=37)], ids=["gpt2", "llama"])
 def test_one_d_generate_with_cache_matches_one_device(config: ModelConfig, sequence: bool, pool: Pools) -> None:
-    cuboid = Cuboid(1, 2, 1, data=2)
+    cuboid = Cuboid(1, 2, 1, replicas=2)
     for found, wanted in pool(4).run(tokens_of, config.replace(init_std=0.3), cuboid, sequence):
         assert found == wanted
         assert len(set(wanted)) > 2  # not one token over and over
@@ -216,9 +220,9 @@ def refused(world: World, config: ModelConfig, cuboid: Cuboid) -> tuple[str, dic
         (GPT2.replace(heads=3, kv_heads=3), Cuboid(1, 4, 1), "heads=3 cannot be cut into y·z=4; use heads 4"),
         (LLAMA, Cuboid(1, 4, 1), "kv_heads=6 cannot be cut into y=4; use kv_heads 4 or 12, or a cuboid with y one of"),
         (GPT2.replace(ffn=34), Cuboid(1, 4, 1), "ffn=34 cannot be cut into y=4; use ffn 36, or a cuboid with y one of"),
-        (GPT2, Cuboid(2, 2, 1), "cuboid (2,2,1) has x=2 and z=1, but 1-D parallel cuts over y alone; use x=1, z=1 and"),
-        (GPT2, Cuboid(1, 1, 4), "cuboid (1,1,4) has x=1 and z=4"),
-        (GPT2, Cuboid(1, 1, 1, data=4), "batch=2 cannot be cut into data=4"),
+        (GPT2, Cuboid(2, 2, 1), "cuboid 2,2,1 has x=2 and z=1, but 1-D parallel cuts over y alone; use x=1, z=1 and"),
+        (GPT2, Cuboid(1, 1, 4), "cuboid 1,1,4 has x=1 and z=4"),
+        (GPT2, Cuboid(1, 1, 1, replicas=4), "batch=2 cannot be split over replicas=4"),
     ],
     ids=["heads", "kv_heads", "ffn", "x", "z", "batch"],
 )

@@ -152,7 +152,7 @@ def test_pipeline_ranks_of_a_stage_launch_alike_and_messages_match(name: str) ->
 
 
 def case_of(config: ModelConfig, cuboid: Cuboid, schedule: Schedule, m: int = 4, **more: Any) -> Case:
-    return Case(config, cuboid, batch=4 * cuboid.data, seq=6, schedule=schedule, micro_batches=m, **more)
+    return Case(config, cuboid, batch=4 * cuboid.replicas, seq=6, schedule=schedule, micro_batches=m, **more)
 
 
 FEW = [
@@ -166,7 +166,7 @@ FEW = [
     ),
     case_of(LLAMA, Cuboid(1, 2, 1, pipe=3), scheduled("beside", parts=2, split=(3, 1, 1)), recompute="full"),
     case_of(GPT2, Cuboid(1, 1, 2, pipe=4), scheduled("gpipe"), 2),
-    case_of(GPT2, Cuboid(2, 1, 1, pipe=2, order=("x", "pipe", "data", "y", "z")), scheduled("zero-bubble", 2)),
+    case_of(GPT2, Cuboid(2, 1, 1, pipe=2, order=("x", "pipe", "replicas", "y", "z")), scheduled("zero-bubble", 2)),
 ]
 
 

@@ -53,9 +53,9 @@ def curve_of(pool: Pools, config: TrainConfig, steps: int = STEPS) -> Curve:
     ("cuboid", "changes"),
     [
         ("1,2,1,1,2", "data.micro_batches=4"),
-        ("2,1,1,1,2", "data.micro_batches=4 overlap.pipeline=interleaved memory.checkpoint=full"),
+        ("2,1,1,1,2", "data.micro_batches=4 overlap.pipeline=interleaved memory.recompute=full"),
         ("1,1,1,2,3", "data.micro_batches=4 overlap.pipeline=zero-bubble overlap.split=2,1,1"),
-        ("1,1,2,1,4", "data.micro_batches=2 overlap.beside=true overlap.parts=2"),
+        ("1,1,2,1,4", "data.micro_batches=2 overlap.beside=true overlap.sub_batches=2"),
     ],
 )
 def test_trainer_loss_curve_is_same_on_a_pipe(

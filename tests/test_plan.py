@@ -63,7 +63,7 @@ def test_planner_step_totals_match_cost_formulas(config: ModelConfig, freeze: st
     """Calls and bytes of every axis and collective, FLOPs, saved activations, parameters: to the last byte."""
     if Trained(config, freeze).nothing:
         pytest.skip("its tied head is frozen too")
-    cuboids = [replace(k, data=data) for ranks in (1, 6, 12) for k in factorisations(ranks) for data in (1, 2)]
+    cuboids = [replace(k, replicas=data) for ranks in (1, 6, 12) for k in factorisations(ranks) for data in (1, 2)]
     for cuboid, (batch, precision, choice) in zip(cuboids, cycle(OPTIONS), strict=False):
         if config.heads % (cuboid.y * cuboid.z) or config.hidden % cuboid.z:
             continue
@@ -304,7 +304,7 @@ def test_planner_ranks_plans_for_many_devices(devices: int, batch: int) -> None:
 def test_planner_ranks_every_shape_by_time() -> None:
     work = Work(LLAMA, 8, 16, "bf16")
     ranking = rank(A100, work, 12)
-    found = {(p.cuboid.data, p.cuboid.x, p.cuboid.y, p.cuboid.z) for p in ranking.plans}
+    found = {(p.cuboid.replicas, p.cuboid.x, p.cuboid.y, p.cuboid.z) for p in ranking.plans}
     assert found == set(shapes(LLAMA, 12, 8))
     assert (1, 12, 1, 1) in found
     assert [p.seconds for p in ranking.plans] == sorted(p.seconds for p in ranking.plans)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tiny import settings, write_text
 from typer.testing import CliRunner
 
@@ -17,7 +18,7 @@ from cuboid.model.config import ModelConfig
 from cuboid.plan import hardware
 from cuboid.plan.calibrate import Calibration, across_hosts, calibrate
 from cuboid.plan.calibrate.fitting import fit, fit_links, fit_products
-from cuboid.plan.calibrate.timing import Bench, Sample, Settings, time_processor
+from cuboid.plan.calibrate.timing import Bench, Sample, Scale, Settings, time_processor
 from cuboid.plan.layer import Work
 from cuboid.plan.search import Ranking, rank
 from cuboid.run.launch import World
@@ -26,7 +27,7 @@ from cuboid.train.auto import for_ranks, planned
 from cuboid.train.config import load, resolved_toml
 
 SMALL = ["--layers", "2", "--hidden", "64", "--heads", "8", "--vocab", "100", "--batch", "16", "--seq", "64"]
-ON_CPU = [*SMALL, "--devices", "8", "--hardware", "cpu", "--precision", "fp32"]
+ON_CPU = [*SMALL, "--ranks", "8", "--hardware", "cpu", "--dtype", "fp32"]
 
 
 def run(*words: object) -> str:
@@ -44,7 +45,7 @@ def test_plan_cli_prints_ranking_table() -> None:
 def test_plan_cli_piped_table_is_not_truncated() -> None:
     """Small models have the longest figures; a plan that is two corners has both names."""
     small = ["--layers", "4", "--hidden", "256", "--heads", "8", "--vocab", "1000", "--seq", "128", "--batch", "64"]
-    said = run("plan", *small, "--devices", "8", "--micro-batches", "8")
+    said = run("plan", *small, "--ranks", "8", "--micro-batches", "8")
     assert "…" not in said
     assert all(f"│ {name} " in said for name in ("FSDP", "TP+SP", "FSDP×TP", "cube"))
 
@@ -64,7 +65,7 @@ def test_plan_cli_exports_published_as_json() -> None:
 
 
 def test_plan_cli_one_device_has_no_corner_plans() -> None:
-    said = run("plan", *SMALL, "--devices", "1", "--hardware", "cpu", "--precision", "fp32")
+    said = run("plan", *SMALL, "--ranks", "1", "--hardware", "cpu", "--dtype", "fp32")
     assert "1 device of cpu" in said
     assert "The corners" not in said
     assert "Its limit is" in said
@@ -72,7 +73,7 @@ def test_plan_cli_one_device_has_no_corner_plans() -> None:
 
 def test_plan_cli_json_lists_every_cuboid_and_dry_run() -> None:
     found = json.loads(run("plan", *ON_CPU, "--json", "--dry-run"))
-    assert len(found["plans"]) == 20  # of (data, x, y, z) with a product of 8
+    assert len(found["plans"]) == 20  # of (replicas, x, y, z) with a product of 8
     assert found["ranking_seconds"] > 0
     first = found["plans"][0]
     assert first["seconds"] == min(plan["seconds"] for plan in found["plans"])
@@ -88,14 +89,14 @@ def test_plan_cli_takes_toml_or_run_with_its_sizes(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.toml").write_text(resolved_toml(config))
     for source in (tmp_path / "run", tmp_path / "run" / "config.toml"):
         found = json.loads(run("plan", source, "--hardware", "cpu", "--json"))
-        assert (found["batch"], found["seq"], found["precision"], found["devices"]) == (8, 16, "bf16", 4)
+        assert (found["batch"], found["seq"], found["dtype"], found["ranks"]) == (8, 16, "bf16", 4)
         assert found["model"] == asdict(config.model_config(256))
-    found = json.loads(run("plan", source, "--hardware", "cpu", "--json", "--batch", 16, "--seq", 32, "--devices", 2))
-    assert (found["batch"], found["seq"], found["precision"], found["devices"]) == (16, 32, "bf16", 2)
+    found = json.loads(run("plan", source, "--hardware", "cpu", "--json", "--batch", 16, "--seq", 32, "--ranks", 2))
+    assert (found["batch"], found["seq"], found["dtype"], found["ranks"]) == (16, 32, "bf16", 2)
 
 
 def test_plan_cli_explains_one_cuboid_and_plots(tmp_path: Path) -> None:
-    said = run("plan", *ON_CPU, "--explain", "1,2,2,2", "--plot", tmp_path)
+    said = run("plan", *ON_CPU, "--explain", "2,2,2", "--plot", tmp_path)
     assert "Communication" in said
     assert "orders of magnitude of eight ranks" in said  # where the figures are from
     assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "plan.svg", "plan-map.png", "plan-map.svg"}
@@ -106,14 +107,17 @@ def test_plan_cli_explains_one_cuboid_and_plots(tmp_path: Path) -> None:
     [
         (["llama-9"], "neither a preset nor a config.json"),
         ([], "give a model, or its --layers, --hidden, --heads"),
-        ([*ON_CPU, "--explain", "2,2,2"], "four sizes"),
-        ([*ON_CPU, "--explain", "1,2,2,1"], "not --devices 8"),
-        ([*ON_CPU, "--explain", "1,1,1,8", "--heads", "4"], "heads=4 cannot be cut into y·z=8"),
-        ([*ON_CPU, "--batch", "15", "--explain", "2,4,1,1"], "batch=15 cannot be cut into data=2; use batch 14 or 16"),
+        ([*ON_CPU, "--explain", "1,2,2,2"], "three sizes"),
+        ([*ON_CPU, "--explain", "2,2,1"], "not --ranks 8"),
+        ([*ON_CPU, "--explain", "1,1,8", "--heads", "4"], "heads=4 cannot be cut into y·z=8"),
+        (
+            [*ON_CPU, "--batch", "15", "--explain", "4,1,1 replicas=2"],
+            "batch=15 cannot be split over replicas=2; use batch 14 or 16",
+        ),
         ([*ON_CPU, "--hardware", "tpu"], "neither a preset nor a file"),
-        ([*ON_CPU, "--precision", "fp8"], "fp8"),
-        (["llama-3-405b", "--devices", "32", "--batch", "1"], "128 devices would"),
-        (["llama-3-8b", "--explain", "8,1,1,1", "--batch", "64"], "of 8 devices (4,2,1) would fit"),
+        ([*ON_CPU, "--dtype", "fp8"], "fp8"),
+        (["llama-3-405b", "--ranks", "32", "--batch", "1"], "128 devices would"),
+        (["llama-3-8b", "--explain", "1,1,1 replicas=8", "--batch", "64"], "of 8 devices 4,2,1 would fit"),
         ([*ON_CPU, "--plot", "/proc/nowhere"], "--plot /proc/nowhere cannot be a folder"),
         ([*ON_CPU, "--check", "nowhere.json"], "not a result of cuboid bench layouts"),
     ],
@@ -161,6 +165,42 @@ def test_calibrate_measures_usable_hardware(pool) -> None:
     assert found.hardware.source["across"].startswith("not measured: 2 ranks, 2 a node; calibrate with torchrun")
 
 
+def counted(world: World) -> tuple[int, int, float]:
+    """Calls of a work that takes a thousandth of a second of a pretended GPU's time, once it is waited for."""
+    bench, calls, device = Bench(replace(world, device=torch.device("cuda", 0))), [0], [0.0]
+
+    def work() -> None:
+        calls[0] += 1
+
+    def now() -> float:
+        device[0] = max(device[0], 0.001 * calls[0])
+        return device[0]
+
+    bench.now = now  # type: ignore[method-assign]
+    seconds = bench.seconds(work, repeats=2)
+    on_gpu, calls[0] = calls[0], 0
+    bench.world = world
+    bench.seconds(work, repeats=2)
+    return on_gpu, calls[0], seconds
+
+
+def test_calibrate_times_many_calls_between_waits_on_gpu(pool) -> None:
+    """20 in 20 ms, twice, after two that warm up and are timed; on a CPU each by itself."""
+    assert pool(2).run(counted) == [(2 + 2 * 20, 1 + 2, pytest.approx(0.001))] * 2
+
+
+def test_calibrate_scale_suits_device_and_keeps_what_is_asked() -> None:
+    gpu, cpu = (Scale.of(torch.device(kind), Settings()) for kind in ("cuda", "cpu"))
+    assert (gpu.precision, cpu.precision) == ("bf16", "fp32")
+    assert max(gpu.messages) == 1 << 30
+    assert gpu.model.hidden * gpu.tokens >= 1 << 24
+    assert gpu.stream > 100 << 20  # no cache holds it
+    asked = Scale.of(torch.device("cuda"), Settings(tokens=64, precision="fp32"))
+    assert (asked.tokens, asked.precision, asked.model) == (64, "fp32", gpu.model)
+    with pytest.raises(ValueError, match="precision 'fp8' is not one of"):
+        Settings(precision="fp8")
+
+
 def test_calibrate_cli_one_rank_leaves_links_unmeasured(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     said = run("calibrate", path, "--ranks", 1, "--tokens", 64)
@@ -168,10 +208,10 @@ def test_calibrate_cli_one_rank_leaves_links_unmeasured(tmp_path: Path) -> None:
         assert f"Links {where} nodes: not measured: 1 ranks, 1 a node" in said
     one = hardware.load(str(path))
     assert one.inside == one.across == {}
-    words = [*SMALL, "--precision", "fp32", "--hardware", str(path)]
-    assert "not measured" in run("plan", *words, "--devices", 1)
-    assert "not measured" in json.loads(run("plan", *words, "--devices", 1, "--json"))["sources"]["across"]
-    refused = CliRunner().invoke(app, ["plan", *words, "--devices", "64"])
+    words = [*SMALL, "--dtype", "fp32", "--hardware", str(path)]
+    assert "not measured" in run("plan", *words, "--ranks", 1)
+    assert "not measured" in json.loads(run("plan", *words, "--ranks", 1, "--json"))["sources"]["across"]
+    refused = CliRunner().invoke(app, ["plan", *words, "--ranks", "64"])
     assert "64 devices needs links across nodes of 1" in str(refused.exception)
 
 
@@ -203,7 +243,7 @@ def test_plan_cli_plot_skips_unmeasured_links(tmp_path: Path) -> None:
     path = tmp_path / "near.json"
     replace(hardware.PRESETS["cpu"], name="[/b]", across={}, source={"[/i]": "[/u]"}).save(path)  # no markup of ours
     assert "plan-map.png" in run("plan", *ON_CPU, "--hardware", path, "--plot", tmp_path)
-    assert "[/u]" in run("plan", *ON_CPU, "--hardware", path, "--explain", "1,2,2,2")
+    assert "[/u]" in run("plan", *ON_CPU, "--hardware", path, "--explain", "2,2,2")
 
 
 def test_auto_plan_takes_vocab_from_built_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

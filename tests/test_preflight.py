@@ -48,13 +48,13 @@ def test_preflight_runs_below_a_limit_and_rejects_above(text: Path, cuboid: Cubo
 
 
 def test_preflight_has_the_planners_figures() -> None:
-    config = load(None, ["model.dropout=0.1", "data.micro_batches=2", "memory.checkpoint=selective"])
+    config = load(None, ["model.dropout=0.1", "data.micro_batches=2", "memory.recompute=selective"])
     work = Work(config.model_config(256), 8, 128, "fp32", 2)
     plan = predict(PRESETS["cpu"], work, config.cuboid_shape(), Choice("selective"))
     assert preflight.need(config, apart=False).by_kind == plan.memory
 
 
-BIG = ["data.batch=64", "data.seq=512", "cuboid.data=2"]
+BIG = ["data.batch=64", "data.seq=512", "cuboid.replicas=2"]
 
 
 @pytest.mark.parametrize("share", [0.9, 0.3, 0.2])
@@ -66,7 +66,9 @@ def test_preflight_remedy_is_the_smallest_that_fits(share: float, limit) -> None
     with pytest.raises(ValueError, match="the run does not fit") as error:
         preflight.check(config, ranks)
     advice = str(error.value).split("are free; ")[1].split(" would fit")[0]
-    words = advice.replace("--cuboid ", "--set --cuboid=").split(" --set ")
+    words = (
+        advice.replace("--replicas ", "--set cuboid.replicas=").replace("--cuboid ", "--set --cuboid=").split(" --set ")
+    )
     changes = [word.removeprefix("--set ") for word in words]
     for before in (changes[:-1], changes):
         others = [change for change in before if not change.startswith("--cuboid")]
@@ -81,7 +83,7 @@ def test_preflight_rejects_a_model_beyond_any_change(cuboid: Cuboid, limit) -> N
     limit(16e9)
     said = cuboid("train", "--preset", "llama-3-8b", "--set", "cuboid.x=8")
     assert said.code == 2
-    assert said.out.startswith("cuboid  x=8 as given, y=2 and z=2 by default: (8,2,2), 32 ranks; --cuboid 8,1,1")
+    assert said.out.startswith("cuboid  x=8 as given, y=2 and z=2 by default: 8,2,2, 32 ranks; --cuboid 8,1,1")
     assert "no recomputation, micro-batches or other cuboid of as many ranks would" in said.err
     assert "use a smaller model or at least" in said.err
     assert said.err.count("\n") == 2  # and that ranks share cores
@@ -90,7 +92,7 @@ def test_preflight_rejects_a_model_beyond_any_change(cuboid: Cuboid, limit) -> N
 def test_train_says_which_axes_are_defaults(text: Path, cuboid: Cuboid, tmp_path: Path, limit) -> None:
     limit(1000)  # rejected, once that is said
     assert cuboid("train", *sets([*settings(text), "cuboid.x=1"])).out.startswith(
-        "cuboid  x=1 as given, y=2 and z=2 by default: (1,2,2), 4 ranks; --cuboid 1,1,1 gives all three"
+        "cuboid  x=1 as given, y=2 and z=2 by default: 1,2,2, 4 ranks; --cuboid 1,1,1 gives all three"
     )
     limit(1e12)
     (tmp_path / "some.toml").write_text("[cuboid]\ny = 1\nz = 1\n")

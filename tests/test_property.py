@@ -64,7 +64,7 @@ def cases(draw: st.DrawFn, most: int) -> Case:
     return Case(
         draw(configs(cuboid, seq, cuboid.pipe * stages)),
         cuboid,
-        batch=cuboid.data * draw(st.integers(1, 6)),
+        batch=cuboid.replicas * draw(st.integers(1, 6)),
         seq=seq,
         policy=Policy(draw(keep), draw(keep), draw(st.sampled_from((1, 50, 1 << 20)))),
         loss=Loss(label_smoothing=draw(st.sampled_from((0.0, 0.2))), z_loss=draw(st.sampled_from((0.0, 0.1)))),

@@ -217,7 +217,7 @@ def test_train_plot_draws_runs_and_curves(tmp_path: Path) -> None:
     plot_run([], tmp_path / "empty.png")
     plot_run(rows[:1], tmp_path / "one.png")
     plot_curves(
-        {"serial": curve, "(2,2,2)": [1.0001 * loss for loss in curve], "(1,1,1)": curve[:9]}, tmp_path / "c.png", "t"
+        {"serial": curve, "2,2,2": [1.0001 * loss for loss in curve], "1,1,1": curve[:9]}, tmp_path / "c.png", "t"
     )
     for file in ("a run.png", "empty.png", "one.png", "c.png"):
         assert (tmp_path / file).read_bytes().startswith(b"\x89PNG")

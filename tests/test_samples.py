@@ -10,6 +10,7 @@ from torch import Tensor
 from cuboid.comm.axis import Axis
 from cuboid.data import (
     PADDED_TARGET,
+    Batch,
     ByteTokenizer,
     Loader,
     Samples,
@@ -116,6 +117,26 @@ def test_loader_rank_shards_join_to_serial_batch(batch: int, seq: int, rows: int
             assert joined_i[:seq, :batch].equal(whole_i)
             assert (joined_i[seq:] == fill).all()
             assert (joined_i[:, batch:] == fill).all()
+
+
+def test_loader_prefetch_serves_same_batches_and_keeps_no_others() -> None:
+    tokens, reads = np.arange(200), list[list[int]]()
+    samples = Samples(tokens, 4, seed=0)
+    where, read = place(2, 4, torch.arange(2), torch.arange(4)), samples.read
+
+    def noted(numbers: Tensor, positions: Tensor) -> Batch:
+        reads.append(numbers.tolist())
+        return read(numbers, positions)
+
+    plain, ahead = Loader(samples, where), Loader(samples, where)
+    wanted = [plain(step) for step in range(4)]
+    samples.read = noted  # type: ignore[method-assign]
+    ahead.prefetch([0, 1])
+    ahead.prefetch([1, 2])  # 0 is no longer wanted
+    assert reads == [[0, 1], [2, 3], [2, 3], [4, 5]]
+    for step in (1, 2, 0):
+        assert all(map(torch.equal, ahead(step), wanted[step]))
+    assert reads[4:] == [[0, 1]]
 
 
 def test_samples_resumed_stream_is_tail_of_whole() -> None:

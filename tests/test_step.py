@@ -17,7 +17,7 @@ from cuboid.run.launch import Pool, World
 from cuboid.step.schedule import PREFETCH, Schedule, parse
 
 Pools = Callable[[int], Pool]
-MIXED = [Cuboid(2, 2, 1), Cuboid(1, 2, 2), Cuboid(2, 1, 2), Cuboid(1, 2, 1, data=2)]
+MIXED = [Cuboid(2, 2, 1), Cuboid(1, 2, 2), Cuboid(2, 1, 2), Cuboid(1, 2, 1, replicas=2)]
 
 
 # Several live forwards
@@ -79,7 +79,7 @@ def errors_of_ways(world: World, shape: Cuboid, config: ModelConfig, schedule: S
         (Cuboid(2, 2, 1), GPT2, PREFETCH),
         (Cuboid(1, 2, 2), LLAMA, Schedule(parts=2)),
         (Cuboid(2, 1, 2), LLAMA, Schedule(prefetch=False)),
-        (Cuboid(1, 2, 1, data=2), GPT2, Schedule(parts=2, chunks=2)),
+        (Cuboid(1, 2, 1, replicas=2), GPT2, Schedule(parts=2, chunks=2)),
     ],
     ids=lambda value: str(value) if isinstance(value, Cuboid) else "",
 )

@@ -128,12 +128,12 @@ def rank_1(agent: "subprocess.Popen[str]") -> int:
 def test_differences_compares_only_settings_that_affect_result(text: Path) -> None:
     config = tiny(text, *on("2,1,1"))
     written = resolved_toml(config)
-    for change in (*on("1,2,1"), "memory.checkpoint=full", "logging.every=3", "logging.folder=elsewhere"):
+    for change in (*on("1,2,1"), "memory.recompute=full", "logging.every=3", "logging.folder=elsewhere"):
         assert differences(tiny(text, change), written) == [], change
     for change in ("seed=1", "model.hidden=64", "data.batch=16", "optimizer.lr=1", "schedule.steps=13"):
         (found,) = differences(tiny(text, change), written)
         assert found.startswith(f"{change.partition('=')[0]} = ")
-    assert "cannot be read" in differences(config, written[: len(written) // 2] + "torn")[0]
+    assert "cannot be read" in differences(config, written[: len(written) // 2] + "\ntorn")[0]
 
 
 def test_run_folder_lock_allows_one_writer(tmp_path: Path) -> None:
@@ -198,22 +198,22 @@ def test_stop_ctrl_c_exits_zero_not_preempted() -> None:
 
 
 def test_for_ranks_takes_listed_cuboid(text: Path) -> None:
-    config = tiny(text, *on("2,2,2"), "cuboid.others=1x2x2, 2x1x1x2, 1x2x1")
+    config = tiny(text, *on("2,2,2"), "cuboid.others=1,2,2; 2,1,1 replicas=2; 1,2,1")
     assert for_ranks(config, 8, "") == (config, "")
     for ranks, expected in ((4, Cuboid(1, 2, 2)), (2, Cuboid(1, 2, 1))):
         found, why = for_ranks(config, ranks, "")
         assert found.cuboid_shape() == expected
         assert found.other_cuboids() == config.other_cuboids()
-        assert why == f"there are {ranks} ranks, not the 8 of (2,2,2): {expected} of cuboid.others"
+        assert why == f"there are {ranks} ranks, not the 8 of 2,2,2: {expected} of cuboid.others"
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 6, 16])
 def test_for_ranks_plans_cuboid_if_none_is_listed(ranks: int, text: Path) -> None:
-    config = tiny(text, *on("2,2,2"), "cuboid.others=1x2x2")
+    config = tiny(text, *on("2,2,2"), "cuboid.others=1,2,2")
     found, why = for_ranks(config, ranks, "")
     found.check()
     assert found.cuboid_shape().ranks == ranks
-    assert why.startswith(f"there are {ranks} ranks, not the 8 of (2,2,2): ({found.cuboid.x},")
+    assert why.startswith(f"there are {ranks} ranks, not the 8 of 2,2,2: {found.cuboid.x},")
     assert not differences(found, resolved_toml(config))
 
 
@@ -223,7 +223,7 @@ def nothing_fits(config: object, ranks: int, machine: str) -> None:
 
 def test_for_ranks_rejects_impossible_rank_count(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "planned", nothing_fits)
-    said = r"there are 2 ranks, not the 8 of \(2,2,2\), and no cuboid of 2 is possible: nothing fits"
+    said = r"there are 2 ranks, not the 8 of 2,2,2, and no cuboid of 2 is possible: nothing fits"
     with pytest.raises(ValueError, match=said):
         for_ranks(tiny(text, *on("2,2,2")), 2, "")
 
@@ -231,10 +231,10 @@ def test_for_ranks_rejects_impossible_rank_count(text: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("others", "said"),
     [
-        ("1x2", "is not three sizes"),
-        ("1x2x2xa", "is not three to five sizes"),
+        ("1,2", "is not three sizes"),
+        ("1,2,2 replicas=a", "is not three sizes"),
         ("1x3x1", "heads=8 cannot be cut into y·z=3"),
-        ("1x1x1x3", "data.batch = 8 cannot be cut into data.micro_batches · cuboid.data = 3"),
+        ("1,1,1 replicas=3", "data.batch = 8 cannot be cut into data.micro_batches · cuboid.replicas = 3"),
     ],
 )
 def test_config_rejects_bad_other_cuboids(others: str, said: str, text: Path) -> None:

@@ -142,6 +142,25 @@ def test_corpus_check_rejects_too_small_vocab(tmp_path: Path) -> None:
         corpus.check(vocab=255)
 
 
+def test_unigram_entropy_reads_some_of_a_long_row() -> None:
+    """A trillion tokens, of which each million is one token: some are read, from all over it."""
+
+    class Endless:
+        def __init__(self) -> None:
+            self.read = list[int]()
+
+        def __len__(self) -> int:
+            return 1 << 40
+
+        def __getitem__(self, at: slice) -> np.ndarray:
+            self.read.append(at.start)
+            return np.full(at.stop - at.start, at.start * 64 >> 40)
+
+    tokens = Endless()
+    assert unigram_entropy(tokens, 64) == pytest.approx(np.log(16))
+    assert tokens.read == [i << 36 for i in range(16)]
+
+
 def test_unigram_entropy_matches_closed_form() -> None:
     assert unigram_entropy(np.arange(64).repeat(100), 64) == pytest.approx(np.log(64))
     assert unigram_entropy(np.zeros(9, np.uint16), 64) == 0

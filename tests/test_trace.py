@@ -35,7 +35,7 @@ def traced(world: World, text: Path, *changes: str) -> tuple[Trace, Trace, float
 
 
 def test_trace_matches_ledger_and_exports(pool: Pools, tmp_path: Path) -> None:
-    found = pool(4).run(traced, write_text(tmp_path), "overlap.parts=2")
+    found = pool(4).run(traced, write_text(tmp_path), "overlap.sub_batches=2")
     for trace, off, exposed in found:
         assert [phase.name for phase in trace.phases] == ["forward", "backward", "optimizer"]
         assert trace.exposed() == pytest.approx(exposed, rel=0.05, abs=1e-3)
@@ -52,7 +52,7 @@ def test_trace_matches_ledger_and_exports(pool: Pools, tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("steps.png", "layer.png"))
 
 
-CHANGES = ["overlap.parts=2", "memory.checkpoint=full", "data.micro_batches=2", "data.batch=1"]
+CHANGES = ["overlap.sub_batches=2", "memory.recompute=full", "data.micro_batches=2", "data.batch=1"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -111,7 +111,7 @@ def left(run: Path) -> tuple[list[Any], dict[str, bytes]]:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(("overlap.parts=2", "data.micro_batches=2", "model.layers=2"), id="parts"),
+        pytest.param(("overlap.sub_batches=2", "data.micro_batches=2", "model.layers=2"), id="parts"),
         pytest.param(("data.batch=1", "precision.dtype=fp16"), id="context", marks=pytest.mark.slow),
     ],
 )

@@ -69,11 +69,11 @@ def test_trainer_low_precision_stays_within_rounding(
     ("cuboid", "changes"),
     [
         ("2,2,1", "data.micro_batches=2"),
-        ("2,2,1", "data.micro_batches=2 overlap.parts=2"),
+        ("2,2,1", "data.micro_batches=2 overlap.sub_batches=2"),
         ("2,1,2,2", "data.micro_batches=2"),
         ("1,2,1,2", "data.micro_batches=4"),
-        ("2,2,1", "memory.checkpoint=full"),
-        ("2,2,1", "memory.checkpoint=selective"),
+        ("2,2,1", "memory.recompute=full"),
+        ("2,2,1", "memory.recompute=selective"),
     ],
 )
 def test_trainer_memory_options_do_not_change_loss_curve(
@@ -83,7 +83,7 @@ def test_trainer_memory_options_do_not_change_loss_curve(
     assert furthest(found, reference[:4]) < SAME
 
 
-OVER_X, OVER_DATA = ("x", "reduce_scatter"), ("data", "all_reduce")
+OVER_X, OVER_DATA = ("x", "reduce_scatter"), ("replicas", "all_reduce")
 
 
 def replicas_summed(world: World, config: TrainConfig) -> tuple[Counts, Counts, list[tuple[str, str]]]:

@@ -47,9 +47,9 @@ EXACT = [
     Case(LLAMA, Cuboid(1, 2, 2), batch=6, seq=12),
     Case(LLAMA.replace(tied=True, bias=True, kv_heads=12), Cuboid(1, 2, 2), batch=2, seq=1, recompute="full"),
     Case(GPT2, Cuboid(2, 2, 2), batch=4, seq=13, loss=HARD, dropout=7, recompute="full"),
-    Case(LLAMA, Cuboid(2, 2, 2, order=("z", "data", "y", "x")), batch=8, seq=7, loss=HARD, recompute="selective"),
-    Case(LLAMA, Cuboid(1, 2, 2, data=2), batch=4, seq=12, loss=HARD),
-    Case(GPT2, Cuboid(1, 2, 2, 2, ("y", "x", "data", "z")), batch=8, seq=5, dropout=7),
+    Case(LLAMA, Cuboid(2, 2, 2, order=("z", "replicas", "y", "x")), batch=8, seq=7, loss=HARD, recompute="selective"),
+    Case(LLAMA, Cuboid(1, 2, 2, replicas=2), batch=4, seq=12, loss=HARD),
+    Case(GPT2, Cuboid(1, 2, 2, 2, ("y", "x", "replicas", "z")), batch=8, seq=5, dropout=7),
     Case(GPT2, Cuboid(1, 3, 3), batch=6, seq=13, loss=HARD, dropout=7),
     Case(LLAMA.replace(dropout=0.2), Cuboid(1, 3, 3), batch=3, seq=12, dropout=7, recompute="selective"),
     Case(GPT2.replace(tied=False, bias=False), Cuboid(3, 2, 2), batch=6, seq=13, recompute="full"),
@@ -350,9 +350,9 @@ SQUARE = Cuboid(1, 2, 2)
             GPT2,
             Cuboid(1, 4, 1),
             4,
-            "cuboid (1,4,1) has y=4 and z=1, but 2-D parallel needs a square of ranks; use y = z",
+            "cuboid 1,4,1 has y=4 and z=1, but 2-D parallel needs a square of ranks; use y = z",
         ),
-        (GPT2, Cuboid(1, 1, 4), 4, "cuboid (1,1,4) has y=1 and z=4"),
+        (GPT2, Cuboid(1, 1, 4), 4, "cuboid 1,1,4 has y=1 and z=4"),
         (GPT2.replace(hidden=33, heads=3, kv_heads=3), SQUARE, 2, "hidden=33 cannot be cut into z=2; use hidden 34"),
         (
             GPT2.replace(heads=3, kv_heads=3),
@@ -363,7 +363,7 @@ SQUARE = Cuboid(1, 2, 2)
         (LLAMA.replace(kv_heads=3), SQUARE, 2, "kv_heads=3 cannot be cut into z=2; use kv_heads 4"),
         (GPT2.replace(ffn=35), SQUARE, 2, "ffn=35 cannot be cut into z=2; use ffn 36"),
         (GPT2, SQUARE, 3, "batch=3 cannot be cut into data·x·y=2; use batch 4"),
-        (GPT2, Cuboid(2, 1, 1, data=2), 6, "batch=6 cannot be cut into data·x·y=4; use batch 8"),
+        (GPT2, Cuboid(2, 1, 1, replicas=2), 6, "batch=6 cannot be cut into replicas·x·y=4; use batch 8"),
     ],
 )
 def test_two_d_rejects_unsupported_sizes(

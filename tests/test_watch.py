@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import asdict, replace
 from multiprocessing import get_context
@@ -22,12 +24,13 @@ from torch import Tensor
 
 from cuboid.comm.collectives import all_gather, all_reduce
 from cuboid.comm.flight import Flight
-from cuboid.comm.journal import Account, Journal, explain
+from cuboid.comm.journal import Account, Journal, explain, unfinished
 from cuboid.layers import product
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
+from cuboid.run.errors import RankError
 from cuboid.run.launch import Pool, World, launch
-from cuboid.run.watch import ALARM, Alarm, Mismatched, RankError, Stalled, Watch, watched
+from cuboid.run.watch import ALARM, Alarm, Mismatched, Stalled, Watch, watched, whereabouts
 from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer
 
@@ -134,7 +137,7 @@ def test_watch_finds_silent_mismatch_at_end_of_step(text: Path) -> None:
 
 
 def calls(world: World, how: str) -> list[float]:
-    """Over y of (1,2,2) rank 3 calls something else than rank 1."""
+    """Over y of 1,2,2 rank 3 calls something else than rank 1."""
     with watched(world.rank, world.size, LIMIT) as watch:
         mesh, odd = Mesh(Cuboid(1, 2, 2), world.rank, watch=watch), world.rank == 3
         all_reduce(torch.ones(3), mesh.y).wait()
@@ -221,9 +224,62 @@ def test_explain_reports_wait_cycle_and_lost_messages() -> None:
 
 def test_explain_blames_rank_with_fewest_launches() -> None:
     accounts = {rank: account(rank, ("x", (0, 1, 2), ["a", "b"][: 2 - rank % 2], 0)) for rank in range(3)}
-    assert explain(accounts, 3)[1] == "step 7: axis x, collective 2: rank 1 did not arrive at b of [2, 3] float32"
+    late = "axis x, collective 2: rank 1 did not arrive at b of [2, 3] float32"
+    assert explain(accounts, 3)[1] == f"step 7: {late}\n  rank 1 is at here:1"
     even = {rank: account(rank, ("x", (0, 1), ["a"], 0)) for rank in range(2)}
     assert explain(even, 2)[1] == "step 7: rank 0 is at here:1\n  rank 1 is at here:1"
+
+
+def test_whereabouts_names_lines_of_all_threads_of_ours() -> None:
+    """As of a GPU's backward, which runs in autograd's thread while the main one waits inside PyTorch."""
+    inside, go_on, done, said = threading.Event(), threading.Event(), threading.Lock(), list[str]()
+    ours = threading.Thread(target=Flight(lambda: inside.set() or go_on.wait()).wait, name="backward")
+    theirs = threading.Thread(target=go_on.wait, name="theirs")
+
+    def look() -> None:
+        inside.wait(HUNG)
+        me = threading.get_ident()
+        while not any(said):
+            time.sleep(0.01)
+            found = whereabouts({me})
+            said.append(found if "module.py" in traceback.extract_stack(sys._current_frames()[main])[-1][0] else "")
+        said.append(whereabouts({me, ours.ident}))
+        done.release()
+
+    main, waiting = threading.main_thread().ident, torch.nn.Module()
+    assert main is not None
+    waiting.forward = done.acquire
+    looking = threading.Thread(target=look)
+    done.acquire()
+    for thread in (ours, theirs, looking):
+        thread.start()
+    waiting()  # inside PyTorch
+    go_on.set()
+    for thread in (ours, theirs, looking):
+        thread.join()
+    assert re.fullmatch(r"test_watch\.py:\d+; backward at flight\.py:\d+", said[-2])
+    assert re.fullmatch(r"test_watch\.py:\d+", said[-1])
+
+
+def test_unfinished_lists_first_of_each_group_in_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(group: str, number: int, state: str) -> dict[str, object]:
+        sizes = {"profiling_name": "nccl:all_gather", "collective_seq_id": number, "input_sizes": [[4, 2]]}
+        return {"process_group": ["0", group], "state": state, **sizes}
+
+    entries = [
+        entry("y", 6, "completed"),
+        entry("y", 7, "started"),
+        entry("y", 8, "scheduled"),
+        entry("x", 3, "started"),
+    ]
+    dump = json.dumps({"entries": entries}).encode()
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda **_: dump)
+    assert unfinished() == [
+        "nccl:all_gather 7 of [[4, 2]] over group y is started",
+        "nccl:all_gather 3 of [[4, 2]] over group x is started",
+    ]
+    monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+    assert unfinished() == []
 
 
 def test_explain_reports_mismatch_older_than_journal() -> None:

@@ -69,7 +69,7 @@ def tiny(text: Path, *more: str) -> TrainConfig:
 
 def on(cuboid: str) -> list[str]:
     """ "2,2,1" or, with a data axis, "2,2,1,2", and with a pipe, "2,2,1,1,2", as settings."""
-    sizes = dict(zip(("x", "y", "z", "data", "pipe"), (*cuboid.split(","), "1", "1"), strict=False))
+    sizes = dict(zip(("x", "y", "z", "replicas", "pipe"), (*cuboid.split(","), "1", "1"), strict=False))
     return [f"cuboid.{axis}={size}" for axis, size in sizes.items()]
 
 

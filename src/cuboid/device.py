@@ -2,13 +2,15 @@
 
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import get_context
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -26,6 +28,22 @@ def any_gpu() -> bool:
 
 def gpu_names() -> list[str]:
     return [name for name, _ in _in_child(_properties)] if any_gpu() else []
+
+
+def gpu_software() -> dict[str, str]:
+    """Versions of what GPUs are used through, where there are any."""
+    if not any_gpu():
+        return {}
+    return {"CUDA": torch.version.cuda or "none", "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+def has_gpu_driver() -> bool:
+    """Whether the host has one, whatever PyTorch was built for."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if is_gpu(device) else "CPU"
 
 
 def gpu_at_hand() -> tuple[str, int] | None:
@@ -85,10 +103,75 @@ def group_options(device: torch.device) -> Any:
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if is_gpu(device) else None
 
 
+def prepare_deterministic() -> None:
+    """The environment of ranks that are to `be_deterministic`, before they start: cuBLAS has workspaces set aside, and
+    NCCL does not have switches add, in an order of their own."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")
+
+
+def be_deterministic(device: torch.device) -> None:
+    """From here on this process computes the same bits from the same values. A CPU always does, a GPU more slowly: rows
+    of a table's gradient are sorted before they are added, attention's backward adds in one order, and products do not
+    add in low precision. What cannot be had so raises."""
+    if not is_gpu(device):
+        return
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def synchronize() -> None:
     """Wait until what was launched is done. A CPU does it as it is called."""
     if any_gpu():
         torch.cuda.synchronize()
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on the device, and the host does not wait: a GPU fetches it from page-locked memory, which
+    PyTorch does not use again before that."""
+    return page_locked(x).copy_(x).to(device, non_blocking=True) if is_gpu(device) else x.to(device)
+
+
+def page_locked(like: Tensor) -> Tensor:
+    """Host memory that a GPU reads and writes by itself."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+
+class HostCopies:
+    """Copies of a device's tensors in its host's memory. A GPU makes them in a stream of its own while it computes on,
+    into page-locked memory that is used again each time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if is_gpu(device) else None
+        self._buffers: dict[str, Tensor] = {}
+        self._event: Any = None
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of what they are now. Nobody may read the copies before `land`, nor change the tensors before `hold`."""
+        if self._stream is None:
+            return {name: x.to("cpu", copy=True) for name, x in tensors.items()}
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for name, x in tensors.items():
+                if name not in self._buffers:
+                    self._buffers[name] = page_locked(x)
+                self._buffers[name].copy_(x, non_blocking=True)
+            self._event = self._stream.record_event()
+        return {name: self._buffers[name] for name in tensors}
+
+    def hold(self) -> None:
+        """What the device does from here on comes after the copies."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def land(self) -> None:
+        """The host waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 def peak_memory(device: torch.device) -> int:
@@ -145,6 +228,32 @@ def _left_by_groups(mine: Path, root: Path) -> Iterator[int]:
                 break
 
 
+class DeviceClock:
+    """Moments of what a rank does, in seconds of `time.perf_counter`: on a CPU when it is called, on a GPU when its
+    stream comes to it, which may be much later. Made where the device has nothing left to do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._zero = self._event() if is_gpu(device) else None
+        if self._zero is not None:
+            self._zero.synchronize()
+        self._began = perf_counter()
+
+    def mark(self) -> Any:
+        """Now, to be read later."""
+        return perf_counter() if self._zero is None else self._event()
+
+    def read(self, moment: Any) -> float:
+        if self._zero is None:
+            return float(moment)
+        moment.synchronize()
+        return self._began + float(self._zero.elapsed_time(moment)) / 1e3
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 class Stamps:
     """Of a collective on a GPU, which only tells its stream to wait: when it was launched, awaited and there, as events
     that are read later. It stands for `weight` collectives; for 0 it is not timed."""
@@ -153,6 +262,11 @@ class Stamps:
         self.weight = weight
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3 if weight else 0)]
         self._record(0)
+
+    @property
+    def launched(self) -> Any:
+        """For a `DeviceClock`."""
+        return self._events[0]
 
     def awaited(self) -> None:
         self._record(1)

@@ -196,7 +196,7 @@ def measure(case: Case, parallel: Parallel, expected: int | None = None) -> Meas
 
 def verify(world: World, case: Case) -> Report | None:
     """On every rank of the cuboid; rank 0 also runs serially and returns the report."""
-    mesh = Mesh(case.cuboid, world.rank, world.device)
+    mesh = Mesh(case.cuboid, world.rank, world.device, watch=world.watch)
     _, compute, tolerance = DTYPES[case.dtype]
     parallel = CuboidParallel(case.config, mesh, case.policy, compute, case.schedule)
     mine = measure(case, parallel, expected=None if is_gpu(world.device) else case.cost(world.rank).saved)
@@ -279,15 +279,15 @@ def check_balance(report: Report, mesh: Mesh, mine: Measured, whole: Measured | 
     exact = 2 if is_gpu(mesh.device) else 4  # FLOPs and what is saved are by the formula of the CPU's attention kernel
     predicted = torch.tensor([[c.matrices, c.vectors, c.flops, c.saved] for c in costs], dtype=torch.float64)
     matrices, vectors, flops, saved, at_rest, peak = whole.quantities
-    block, data = mesh.cuboid.block * mesh.cuboid.pipe, mesh.cuboid.data
+    block, replicas = mesh.cuboid.block * mesh.cuboid.pipe, mesh.cuboid.replicas
     kept = at_rest - saved  # each replica has all of it, and its part of the rest
     shares = (
         matrices / block,
         vectors / block,
-        flops / block / data,
-        saved / block / data,
-        (kept + (at_rest - kept) / data) / block,
-        (kept + (peak - kept) / data) / block,
+        flops / block / replicas,
+        saved / block / replicas,
+        (kept + (at_rest - kept) / replicas) / block,
+        (kept + (peak - kept) / replicas) / block,
     )
     for i, (name, share) in enumerate(zip(QUANTITIES, shares, strict=True)):
         column = per_rank[:, i]

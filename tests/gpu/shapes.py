@@ -40,7 +40,13 @@ CASES: dict[str, tuple[ModelConfig, Cuboid, int, int, dict[str, Any]]] = {
         32,
         {"policy": Policy("retain", "retain")},
     ),
-    "replicas, beside": (GPT2, Cuboid(2, 1, 2, data=2), 8, 32, {"schedule": Schedule(beside=True), "micro_batches": 2}),
+    "replicas, beside": (
+        GPT2,
+        Cuboid(2, 1, 2, replicas=2),
+        8,
+        32,
+        {"schedule": Schedule(beside=True), "micro_batches": 2},
+    ),
 }
 
 

@@ -85,7 +85,7 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
 class OneD:
     schedule: Schedule = OFF
     retain_weights = False  # they never move
-    sums_over: Sequence[str] = ("data",)
+    sums_over: Sequence[str] = ("replicas",)
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class OneD:
         dtype: torch.dtype | None = None,
         head_elements: int = HEAD_ELEMENTS,
     ) -> None:
-        check(config, mesh.cuboid, mesh.cuboid.data, 1)
+        check(config, mesh.cuboid, mesh.cuboid.replicas, 1)
         self.config, self.mesh, self.sequence, self.dtype = config, mesh, sequence, dtype
         self.head_elements = head_elements
         self._before: Kind = "all_gather" if sequence else "copy"
@@ -109,7 +109,7 @@ class OneD:
     # Tokens
 
     def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
-        replicas, y, device = self.mesh.data, self.mesh.y, self.mesh.device
+        replicas, y, device = self.mesh.replicas, self.mesh.y, self.mesh.device
         padded = round_up(batch, replicas.size) if decode else batch
         check(self.config, self.mesh.cuboid, padded, start + seq)
         samples = torch.arange(padded, device=device).chunk(replicas.size)[replicas.index]

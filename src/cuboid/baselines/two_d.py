@@ -10,7 +10,7 @@
     tables [V, d]         [V/y, d/z]
 
 With x = 1 this is 2-D. Else every layer holds the weights and works on its own part of the batch, and the gradients
-are summed over x: the depth of 2.5-D cuts no product, it replicates, as axis data does.
+are summed over x: the depth of 2.5-D cuts no product, it replicates, as axis replicas does.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,15 +63,15 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
             )
     config.check_plain("2-D parallel", cuboid.pipe)
     config.check(Cuboid(), batch, seq)
-    parts = cuboid.data * cuboid.x * q
+    parts = cuboid.replicas * cuboid.x * q
     if batch % parts:
-        raise ValueError(f"batch={batch} cannot be cut into data·x·y={parts}; use batch {round_up(batch, parts)}")
+        raise ValueError(f"batch={batch} cannot be cut into replicas·x·y={parts}; use batch {round_up(batch, parts)}")
 
 
 class TwoD:
     schedule: Schedule = OFF
     retain_weights = False  # they are not gathered
-    sums_over: Sequence[str] = ("data", "x", "y")
+    sums_over: Sequence[str] = ("replicas", "x", "y")
 
     def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype | None = None) -> None:
         check(config, mesh.cuboid, mesh.cuboid.ranks, 1)
@@ -85,10 +85,10 @@ class TwoD:
 
     def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
         mesh, config, device = self.mesh, self.config, self.mesh.device
-        parts = mesh.data.size * mesh.x.size * mesh.y.size
+        parts = mesh.replicas.size * mesh.x.size * mesh.y.size
         padded = round_up(batch, parts) if decode else batch
         check(config, mesh.cuboid, padded, start + seq)
-        index = (mesh.data.index * mesh.x.size + mesh.x.index) * mesh.y.size + mesh.y.index
+        index = (mesh.replicas.index * mesh.x.size + mesh.x.index) * mesh.y.size + mesh.y.index
         samples = torch.arange(*cut(padded, parts, index), device=device)
         positions = torch.arange(start, start + seq, device=device)
         hidden, classes = (

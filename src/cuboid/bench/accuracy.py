@@ -38,7 +38,7 @@ CONTESTANTS: dict[str, tuple[int, Layout]] = {
     "1-D on 4 ranks": (4, partial(on_mesh, OneD, Cuboid(1, 4, 1))),
     "2-D, 2×2": (4, partial(on_mesh, TwoD, Cuboid(1, 2, 2))),
     "2.5-D, 2×2×2": (8, partial(on_mesh, TwoD, Cuboid(2, 2, 2))),
-    "3-D, (2,2,2)": (8, partial(on_mesh, CuboidParallel, Cuboid(2, 2, 2))),
+    "3-D, 2,2,2": (8, partial(on_mesh, CuboidParallel, Cuboid(2, 2, 2))),
 }
 
 

@@ -44,7 +44,7 @@ def bare(world: World, shape: Cuboid, ranks: Sequence[Sequence[Sent]], times: in
     """Every rank's messages sent one after another, so many times: CPU seconds of this rank's threads, each time. All
     come from one buffer, made before the clock starts; what arrives has memory of its own, as in a step."""
     with closing(Mesh(shape, world.rank, world.device, per_host=world.local_size)) as mesh:
-        axes = {axis.name: axis for axis in (mesh.data, mesh.x, mesh.y, mesh.z, mesh.world)}
+        axes = {axis.name: axis for axis in (mesh.replicas, mesh.x, mesh.y, mesh.z, mesh.world)}
         sizes = [each.given(axes[each.axis].size) for each in ranks[world.rank]]
         buffer, seconds = torch.zeros(max(sizes)), []
         for _ in range(1 + times):  # the first opens connections and makes memory

@@ -73,7 +73,7 @@ class Contestant:
             return f"{self.way} {k.x}×{k.y}"
         long = [axis for axis in k.order if k.sizes[axis] > 1]
         order = "" if long == sorted(long) else " " + "".join(long)
-        return f"{self.way} ({k.x},{k.y},{k.z}){order}" + ("" if self.overlap else ", nothing hidden")
+        return f"{self.way} {k.x},{k.y},{k.z}{order}" + ("" if self.overlap else ", nothing hidden")
 
     def cost(self, problem: Problem, rank: int) -> Cost:
         """By formula, of one rank and one step."""

@@ -33,6 +33,7 @@ from cuboid.run.launch import Pool, World
 from cuboid.train.trace import Phase, Trace, draw
 
 SHAPES = (Cuboid(2, 1, 1), Cuboid(1, 2, 1), Cuboid(1, 1, 2), Cuboid(2, 2, 2))
+LARGE = (Cuboid(4, 4, 4),)  # on emulated devices alone
 RATIOS = (1.0, 0.5, 2.0)  # of communication to compute
 UNSHAPED = "10gbit"
 
@@ -187,7 +188,7 @@ def measure(
     sent = max(sum(message.bytes for message in rank) for rank in told)
     found, traces = [], {}
     even = even_rate(off, problem, probe, slow) if apart else 8e-6 * probe.crossed / probe.step
-    for ratio in RATIOS if apart else RATIOS[:1]:
+    for ratio in RATIOS if apart and shape.ranks <= 8 else RATIOS[:1]:
         rate = f"{even / ratio:.1f}mbit"
         console.print(f"{shape}: communication : compute = {ratio:g}, {rate} a host", highlight=False)
         with Cluster(shape.ranks, rate) as cluster, Pool(shape.ranks, cluster) as pool:
@@ -230,12 +231,14 @@ def overlap(
     slow: SlowMotion | None = None,
     micro_batches: int = 1,
 ) -> list[Found]:
-    """Two hosts of one rank each on each axis, and eight on (2,2,2); of these those that begin with one of `only`."""
+    """Two hosts of one rank each on each axis, eight on 2,2,2, and 64 if devices are emulated; of these those that
+    begin with one of `only`."""
     model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=128, tied=False)
     problem, found = Problem(model, batch, 128, policy, micro_batches=micro_batches), []
-    names = begin_with(only, [str(shape) for shape in SHAPES])
+    shapes = SHAPES if slow is None else (*SHAPES, *LARGE)
+    names = begin_with(only, [str(shape) for shape in shapes])
     try_hosts("bench overlap cannot do without hosts, which need root and iproute2")
-    for shape in (shape for shape in SHAPES if str(shape) in names):
+    for shape in (shape for shape in shapes if str(shape) in names):
         report = BenchReport("overlap", {"rounds": rounds, "ratios": RATIOS, "emulated": str(slow) if slow else None})
         rows, traces = measure(shape, problem, rounds, console, slow)
         found += rows

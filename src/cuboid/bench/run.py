@@ -19,7 +19,8 @@ from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import from_all
 from cuboid.emulate.slow_motion import SlowMotion
 from cuboid.run.cluster import Cluster, bits_per_second
-from cuboid.run.launch import Pool, World, is_first, join_world, under_torchrun
+from cuboid.run.launch import Pool, World, join_world
+from cuboid.run.started import is_first, under_torchrun
 
 
 @dataclass(frozen=True)

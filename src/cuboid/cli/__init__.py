@@ -1,7 +1,8 @@
 """The command line. Every command is one file here; bad input ends it with exit code 2 and one clear message."""
 
 import sys
-from typing import Annotated
+import warnings
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -11,15 +12,20 @@ from cuboid import __version__
 from cuboid.cli.bench import bench
 from cuboid.cli.calibrate import calibrate
 from cuboid.cli.checkpoint import app as checkpoint
+from cuboid.cli.command import Command
 from cuboid.cli.config import config
 from cuboid.cli.convert import export, import_
 from cuboid.cli.data import app as data
+from cuboid.cli.doctor import doctor
 from cuboid.cli.eval import eval_
 from cuboid.cli.plan import plan
 from cuboid.cli.sample import sample
+from cuboid.cli.say import warn
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
-from cuboid.run.launch import RankError, RunError, is_first_of_host
+from cuboid.run.errors import RankError, RunError
+from cuboid.run.started import is_first_of_host
+from cuboid.train.keys import RenamedKey
 
 app = typer.Typer(
     name="cuboid",
@@ -28,16 +34,17 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(train)
-app.command()(sample)
-app.command("eval")(eval_)
-app.command("import")(import_)
-app.command()(export)
-app.command()(verify)
-app.command()(bench)
-app.command()(plan)
-app.command()(calibrate)
-app.command()(config)
+app.command(cls=Command)(train)
+app.command(cls=Command)(sample)
+app.command("eval", cls=Command)(eval_)
+app.command("import", cls=Command)(import_)
+app.command(cls=Command)(export)
+app.command(cls=Command)(doctor)
+app.command(cls=Command)(verify)
+app.command(cls=Command)(bench)
+app.command(cls=Command)(plan)
+app.command(cls=Command)(calibrate)
+app.command(cls=Command)(config)
 app.add_typer(data, name="data")
 app.add_typer(checkpoint, name="checkpoint")
 
@@ -49,6 +56,8 @@ def options(version: Annotated[bool, typer.Option("--version", help="Print the v
 
 
 def main() -> None:
+    warnings.simplefilter("default", RenamedKey)
+    warnings.showwarning = _show
     try:
         app()
     except ValueError as error:
@@ -62,6 +71,21 @@ def main() -> None:
     except RankError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning to the person who typed the command, in one line; to programmers, as Python shows it."""
+    if issubclass(category, RenamedKey):
+        warn(str(message))
+    else:
+        (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def say(error: Exception) -> None:

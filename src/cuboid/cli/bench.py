@@ -24,7 +24,7 @@ from cuboid.emulate.slow_motion import parse
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
 from cuboid.run.cluster import bits_per_second, can_make_hosts, try_hosts
-from cuboid.run.launch import is_first, under_torchrun
+from cuboid.run.started import is_first, under_torchrun
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,7 @@ def bench(
     steps: Annotated[int, _option("Steps timed per turn; of accuracy: steps trained.", 0)] = 0,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Only layouts whose name begins so, such as 'cuboid (2,' or 2-D; may be given several times."
-        ),
+        typer.Option(help="Only layouts whose name begins so, such as 'cuboid 2,' or 2-D; may be given several times."),
     ] = None,
     layers: Annotated[int, _option("Blocks of the model.", 0)] = 0,
     hidden: Annotated[int, _option("Features of the residual stream; of weak: on the fewest ranks.", 0)] = 0,

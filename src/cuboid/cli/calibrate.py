@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cuboid.dtypes import known
 from cuboid.model.cuboid import COMPUTE
 from cuboid.plan.calibrate import Calibration, across_hosts
 from cuboid.plan.calibrate import calibrate as calibrate_on_rank
@@ -22,8 +23,12 @@ def calibrate(
     out: Annotated[Path, typer.Argument(help="The hardware file to write.")] = Path("hardware.json"),
     ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun: as many as it started.", min=1)] = 8,
     model: Annotated[str, typer.Option(help="Products of this model's shapes: a preset or a config.json.")] = "",
-    tokens: Annotated[int, typer.Option(help="Tokens of a rank at a time.", min=64)] = 512,
-    precision: Annotated[str, typer.Option(help=f"One of {', '.join(COMPUTE)}.")] = "fp32",
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of a rank at a time, 64 or more; 0: 512 on a CPU, 8192 on a GPU.", min=0)
+    ] = 0,
+    dtype: Annotated[
+        str, typer.Option(help=f"One of {', '.join(COMPUTE)}; if left out, fp32 on a CPU, bf16 on a GPU.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Measure products, copies, attention, every collective on every size of axis with all groups at once, compute
@@ -33,9 +38,11 @@ def calibrate(
     """
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ValueError(f"{out} cannot be written: give a file in a folder that exists")
-    settings = Settings(tokens=tokens, precision=precision)
-    if model:
-        settings = Settings(load_model(model).replace(layers=1), tokens, precision)
+    if 0 < tokens < 64:
+        raise ValueError(f"--tokens {tokens} are too few to time; use 64 or more, or 0 for what suits the device")
+    settings = Settings(
+        load_model(model).replace(layers=1) if model else None, tokens, known(dtype, COMPUTE) if dtype else ""
+    )
     found = launch(calibrate_on_rank, ranks, [settings, out.stem])[0]
     if found is None:  # a rank other than 0 under torchrun
         return

@@ -45,7 +45,7 @@ def list_(run: RUN, as_json: JSON = False) -> None:
         table.add_column(column, justify="right" if column in ("step", "size", "age") else "left")
     for each in rows:
         size, age = f"{quantity(each['bytes'])}B", duration(each["age_seconds"])
-        cuboid = str(Cuboid(**each["cuboid"])) if each["cuboid"] else ""
+        cuboid = str(Cuboid.stored(each["cuboid"])) if each["cuboid"] else ""
         table.add_row(each["name"], size, age, cuboid, each["damage"] or "looks whole")
     Console(highlight=False, markup=False, soft_wrap=True).print(table)
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from cuboid.cli.bar import bar
 from cuboid.data.tokenizer import FILE
+from cuboid.dtypes import known
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import CuboidParallel
@@ -70,8 +71,7 @@ def export(
     cuboid: CUBOID = "1,1,1",
 ) -> None:
     """Write a trained model as a Hugging Face folder that transformers loads."""
-    if dtype and dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    dtype = known(dtype, DTYPES) if dtype else ""
     origin, shape = Origin.find(model), Cuboid.parse(cuboid)
     kind_of(origin.config)
     origin.config.check(shape, shape.x, 1)

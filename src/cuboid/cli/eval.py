@@ -11,6 +11,7 @@ from cuboid.cli.bar import bar
 from cuboid.cli.convert import CUBOID, talk
 from cuboid.cli.say import warn
 from cuboid.data import MAX_BAD, Corpus, Tokens, is_built, is_token_file, open_corpus, text_files, tokenise
+from cuboid.dtypes import known
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, CuboidParallel
@@ -48,8 +49,7 @@ def eval_(
     folder of built tokens the validation part is taken, unless it is empty.
     """
     origin, shape = Origin.find(model), Cuboid.parse(cuboid)
-    if dtype not in COMPUTE:
-        raise ValueError(f"--dtype {dtype} is not one of {', '.join(COMPUTE)}")
+    dtype = known(dtype, COMPUTE)
     seq = seq or min(1024, origin.config.longest)
     origin.config.check(shape, batch, seq)
     tokens = tokens_of(origin, text, max_bad) if text else held_out(origin)

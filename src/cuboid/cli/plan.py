@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cuboid.dtypes import known
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import FAMILIES, ModelConfig
 from cuboid.plan import check as checking
@@ -37,8 +38,8 @@ def plan(
             "cuboid train, with its batch, sequence and precision. Left out: sizes."
         ),
     ] = "",
-    devices: Annotated[
-        int | None, typer.Option(help="How many; as a TOML's or run's cuboid has, else 8.", min=1, max=1 << 20)
+    ranks: Annotated[
+        int | None, typer.Option(help="How many devices; as a TOML's or run's cuboid has, else 8.", min=1, max=1 << 20)
     ] = None,
     hardware: Annotated[
         str, typer.Option(help=f"One of {', '.join(machines.PRESETS)}, or a file of cuboid calibrate.")
@@ -52,7 +53,7 @@ def plan(
     micro_batches: Annotated[
         int | None, typer.Option(help="Parts the batch is computed in; a TOML's or run's, else 1.", min=1)
     ] = None,
-    precision: Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZE)}; a TOML's or run's, else bf16.")] = "",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZE)}; a TOML's or run's, else bf16.")] = "",
     family: Annotated[str, typer.Option(help=f"Without a model: one of {', '.join(FAMILIES)}.")] = "gpt2",
     layers: Annotated[int, typer.Option(help="Changes the model's, like the next ones.", min=0)] = 0,
     hidden: Annotated[int, typer.Option(min=0)] = 0,
@@ -63,7 +64,9 @@ def plan(
     freeze: Annotated[
         str, typer.Option(help="A pattern of the parameters that are not trained; a TOML's or run's if left out.")
     ] = "",
-    explain: Annotated[str, typer.Option(metavar="DATA,X,Y,Z", help="All about one cuboid.")] = "",
+    explain: Annotated[
+        str, typer.Option(metavar="X,Y,Z", help="All about one cuboid, such as 2,2,2 or '2,2,2 replicas=2'.")
+    ] = "",
     top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 10,
     dry: Annotated[bool, typer.Option("--dry-run", help="Run the model's code of one rank and count.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the ranking, and a map of devices × batch, here.")] = None,
@@ -95,20 +98,21 @@ def plan(
         return
     run = configured(model, seq)
     if run is not None:
-        devices, batch = devices or run.cuboid_shape().ranks, batch or run.data.batch
+        ranks, batch = ranks or run.cuboid_shape().ranks, batch or run.data.batch
         seq, micro_batches = run.data.seq, micro_batches or run.data.micro_batches
-        precision, freeze = precision or run.precision.dtype, freeze or run.model.freeze
-    devices, batch, micro_batches, precision = devices or 8, batch or 64, micro_batches or 1, precision or "bf16"
+        dtype, freeze = dtype or run.precision.dtype, freeze or run.model.freeze
+    ranks, batch, micro_batches = ranks or 8, batch or 64, micro_batches or 1
+    dtype = known(dtype or "bf16", ITEMSIZE)
     base = run.model_config(vocab_of(run.data)) if run is not None else load_model(model) if model else None
     config = chosen_model(base, family, layers, hidden, heads, kv_heads, ffn, vocab, seq)
     if batch % micro_batches:
         raise ValueError(f"--batch {batch} cannot be cut into --micro-batches {micro_batches}; use a divisor of it")
     length = seq or min(config.context, 4096)
-    work = Work(config, batch // micro_batches, length, precision, micro_batches, freeze)
-    only = parse(explain, devices) if explain else None
+    work = Work(config, batch // micro_batches, length, dtype, micro_batches, freeze)
+    only = parse(explain, ranks) if explain else None
     if plot is not None:
         make_folder(plot)
-    ranking = rank(hw, work, devices, only)
+    ranking = rank(hw, work, ranks, only)
     if not ranking.plans:
         raise ValueError(nothing_fits(ranking, only))
     counted = None
@@ -174,21 +178,19 @@ def make_folder(path: Path) -> None:
         raise ValueError(f"--plot {path} cannot be a folder: {error.strerror}; give another") from None
 
 
-def parse(text: str, devices: int) -> Cuboid:
-    parts = text.split(",")
-    if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
-        raise ValueError(f"--explain {text!r} is not four sizes; write DATA,X,Y,Z such as 1,2,2,2")
-    data, x, y, z = (int(part) for part in parts)
-    cuboid = Cuboid(x, y, z, data)
-    if cuboid.ranks != devices:
-        raise ValueError(f"--explain {text} has data·x·y·z = {cuboid.ranks} devices, not --devices {devices}")
+def parse(text: str, ranks: int) -> Cuboid:
+    cuboid = Cuboid.parse(text)
+    if cuboid.ranks != ranks:
+        raise ValueError(f"--explain {text} has x·y·z·replicas·pipe = {cuboid.ranks} ranks, not --ranks {ranks}")
     return cuboid
 
 
 def described(choice: Choice) -> str:
     kept = {("regather", "regather"): "–", ("retain", "regather"): "X", ("regather", "retain"): "W"}
     policy = kept.get((choice.policy.activations, choice.policy.weights), "X W")
-    return f"{choice.recompute}, {policy}{f', {choice.schedule.parts} parts' if choice.schedule.parts > 1 else ''}"
+    return (
+        f"{choice.recompute}, {policy}{f', {choice.schedule.parts} sub-batches' if choice.schedule.parts > 1 else ''}"
+    )
 
 
 def inner(cuboid: Cuboid) -> str:
@@ -287,7 +289,7 @@ def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, 
             "recompute": plan.choice.recompute,
             "activations": plan.choice.policy.activations,
             "weights": plan.choice.policy.weights,
-            "parts": plan.choice.schedule.parts,
+            "sub_batches": plan.choice.schedule.parts,
             "seconds": plan.seconds,
             "tokens_per_second": ranking.tokens_per_second(plan),
             "mfu": ranking.mfu(plan),
@@ -303,10 +305,10 @@ def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, 
         "model": asdict(ranking.work.config),
         "hardware": ranking.hardware.name,
         "sources": ranking.hardware.source,
-        "devices": ranking.devices,
+        "ranks": ranking.devices,
         "batch": ranking.work.batch * ranking.work.micro_batches,
         "seq": ranking.work.seq,
-        "precision": ranking.work.precision,
+        "dtype": ranking.work.precision,
         "candidates": ranking.considered,
         "ranking_seconds": ranking.seconds,
         "why": why(ranking),

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.text import Text
 
-from cuboid.run.launch import is_first
+from cuboid.run.started import is_first
 
 
 def warn(text: str) -> None:

@@ -12,12 +12,13 @@ import typer
 from rich.console import Console
 
 from cuboid.cli.say import warn
-from cuboid.device import any_gpu
+from cuboid.device import any_gpu, prepare_deterministic
 from cuboid.emulate.slow_motion import SlowMotion, parse
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.cluster import can_make_hosts
-from cuboid.run.launch import TIMEOUT, is_first, is_first_of_host, launch, local_ranks, under_torchrun
+from cuboid.run.launch import TIMEOUT, launch
 from cuboid.run.restart import keep_running
+from cuboid.run.started import is_first, is_first_of_host, local_ranks, under_torchrun
 from cuboid.run.stop import Stop
 from cuboid.train import checkpoint
 from cuboid.train.auto import for_ranks, planned
@@ -49,6 +50,9 @@ def train(
     cuboid: Annotated[
         str, typer.Option(help="x,y,z; or auto: what cuboid plan finds fastest for as many ranks as configured.")
     ] = "",
+    replicas: Annotated[
+        int, typer.Option(help="Data-parallel replicas of the whole cuboid; 0: as configured.", min=0)
+    ] = 0,
     pipe: Annotated[
         int, typer.Option(help="Stages of a pipeline, each on a cuboid of its own; 0: as configured.", min=0)
     ] = 0,
@@ -86,6 +90,8 @@ def train(
         if config is None:  # the run's own, wherever its folder is by now
             own = [f"logging.folder={toml(str(run))}", "model.pretrained="]  # its weights are its own by now
             config, overrides = run / "config.toml", own + overrides
+    if replicas:
+        overrides = [*overrides, f"cuboid.replicas={replicas}"]
     if pipe:
         overrides = [*overrides, f"cuboid.pipe={pipe}"]
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
@@ -106,13 +112,15 @@ def train(
     stop, ranks = Stop(), chosen.cuboid_shape().ranks
     timeout = 2 * chosen.watch.timeout or TIMEOUT  # the watch strikes first, and says more
     look_ahead(chosen, ranks, force)
+    if chosen.precision.deterministic:
+        prepare_deterministic()
     args = [chosen, folder, start, trace, force]
     with stop.listening():
         if under_torchrun():  # its agent starts them again
             outcome = launch(train_on_rank, ranks, args, stop, timeout)[0]
         else:
             assert folder is not None
-            saved, most = partial(checkpoint.last_step, folder / "checkpoints"), chosen.restart.most
+            saved, most = partial(checkpoint.last_step, folder / "checkpoints"), chosen.restart.max_restarts
             outcome = keep_running(train_on_rank, ranks, args, stop, timeout, most, saved, warn)[0]
     if outcome is not None:
         show(outcome)
@@ -126,8 +134,8 @@ def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
     if cuboid == "auto":
         config, why = planned(config, ranks, hardware)
     elif cuboid:
-        k = Cuboid.parse(cuboid, config.cuboid.data)
-        config = replace(config, cuboid=replace(config.cuboid, x=k.x, y=k.y, z=k.z))
+        k = Cuboid.parse(cuboid, config.cuboid.replicas, pipe=config.cuboid.pipe)
+        config = replace(config, cuboid=replace(config.cuboid, x=k.x, y=k.y, z=k.z, replicas=k.replicas, pipe=k.pipe))
     if hardware and cuboid != "auto":
         raise ValueError(f"--hardware {hardware} is for --cuboid auto; leave it out or give both")
     if under_torchrun() and cuboid != "auto":

@@ -12,11 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cuboid.dtypes import known
 from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
 from cuboid.model.config import FAMILIES, ModelConfig
 from cuboid.model.cuboid import Policy
-from cuboid.run.launch import launch, under_torchrun
+from cuboid.run.launch import launch
+from cuboid.run.started import under_torchrun
 from cuboid.step.schedule import Schedule
 from cuboid.train.compare import curves, draw
 from cuboid.train.config import CuboidSection, LossSection, MemorySection, OverlapSection, TrainConfig
@@ -27,10 +29,10 @@ from cuboid.verify import verify as verify_on_rank
 
 def verify(
     cuboid: Annotated[str, typer.Option(help="x,y,z; the most even block of --ranks if left out.")] = "",
-    data: Annotated[int, typer.Option(help="Replicas of the whole block.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Data-parallel replicas of the whole block.")] = 1,
     pipe: Annotated[int, typer.Option(help="Stages of a pipeline, each on such blocks of its own.", min=1)] = 1,
     ranks: Annotated[
-        int, typer.Option(help="Ranks in all: x·y·z·data·pipe. 8 if neither this nor --cuboid is given.")
+        int, typer.Option(help="Ranks in all: x·y·z·replicas·pipe. 8 if neither this nor --cuboid is given.")
     ] = 0,
     order: Annotated[str, typer.Option(help="Axes from slowest over ranks to fastest.")] = ",".join(AXES),
     family: Annotated[str, typer.Option(help=f"One of {', '.join(FAMILIES)}.")] = "gpt2",
@@ -54,8 +56,8 @@ def verify(
         str, typer.Option(help="none, selective (attention) or full (each block) in backward.")
     ] = "none",
     prefetch: Annotated[bool, typer.Option(help="Gather the next layer's weights while this one computes.")] = True,
-    parts: Annotated[int, typer.Option(help="Parts of a batch in step.", min=1)] = 1,
-    chunks: Annotated[int, typer.Option(help="Chunks of a product's tokens.", min=1)] = 1,
+    sub_batches: Annotated[int, typer.Option(help="Interleaved sub-batches.", min=1)] = 1,
+    chunks: Annotated[int, typer.Option(help="Chunks of a matmul's tokens.", min=1)] = 1,
     freeze: Annotated[str, typer.Option(help="A pattern of the parameters that are not trained.")] = "",
     label_smoothing: Annotated[float, typer.Option()] = 0.0,
     z_loss: Annotated[float, typer.Option()] = 0.0,
@@ -74,17 +76,18 @@ def verify(
     Exits 0 if all agree, 1 if anything does not. Rank 0 holds the whole model, so keep it small. Ranks are forked
     here; on a cluster start it with torchrun: torchrun --nproc-per-node 8 -m cuboid verify --cuboid 2,2,2
     """
-    shape = Cuboid.parse(cuboid, data, order, pipe) if cuboid else most_even(ranks or 8 * data, data, pipe)
+    shape = Cuboid.parse(cuboid, replicas, order, pipe) if cuboid else most_even(ranks or 8 * replicas, replicas, pipe)
     if ranks and ranks != shape.ranks:
         raise ValueError(
-            f"--ranks {ranks} is not x·y·z·data·pipe = {shape.ranks} of cuboid {shape}; leave one of them out"
+            f"--ranks {ranks} is not x·y·z·replicas·pipe = {shape.ranks} of cuboid {shape}; leave one of them out"
         )
+    dtype = known(dtype, DTYPES)
     config = ModelConfig(
         family, layers, hidden, heads, vocab, seq, kv_heads, ffn=ffn, tied=tied, bias=bias, dropout=dropout
     )
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     loss = Loss(label_smoothing=label_smoothing, z_loss=z_loss)
-    schedule = Schedule(prefetch, parts, chunks)
+    schedule = Schedule(prefetch, sub_batches, chunks)
     case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed, schedule, freeze)  # type: ignore[arg-type]
     console = Console(stderr=as_json)
     if steps:
@@ -157,31 +160,35 @@ def kill_ranks(console: Console, case: Case, kills: int, as_json: bool) -> None:
 
 def training(case: Case, steps: int) -> TrainConfig:
     """The case as a training run."""
-    c, k, default = case.config, case.cuboid, TrainConfig()
+    c, k, s, default = case.config, case.cuboid, case.schedule, TrainConfig()
     names = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied", "bias", "dropout")
     return replace(
         default,
         seed=case.seed,
         model=replace(default.model, freeze=case.freeze, **{name: getattr(c, name) for name in names}),
-        cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order, pipe=k.pipe),
+        cuboid=CuboidSection(k.x, k.y, k.z, k.replicas, k.order, pipe=k.pipe),
         data=replace(default.data, seq=case.seq, batch=case.batch),
         schedule=replace(default.schedule, steps=steps, warmup=min(steps, default.schedule.warmup)),
         precision=replace(default.precision, dtype="bf16" if case.dtype == "bf16" else "fp32"),
         memory=MemorySection(case.policy.activations, case.policy.weights, case.recompute, case.policy.head_elements),
-        overlap=OverlapSection(**vars(case.schedule)),
+        overlap=OverlapSection(s.prefetch, s.parts, s.chunks),
         loss=LossSection(case.loss.label_smoothing, case.loss.z_loss),
     )
 
 
-def most_even(ranks: int, data: int, pipe: int = 1) -> Cuboid:
-    """The block of ranks/(data·pipe) devices nearest to a cube."""
-    if data < 1 or ranks < 1 or ranks % (data * pipe):
+def most_even(ranks: int, replicas: int, pipe: int = 1) -> Cuboid:
+    """The block of ranks/(replicas·pipe) devices nearest to a cube."""
+    if replicas < 1 or ranks < 1 or ranks % (replicas * pipe):
         raise ValueError(
-            f"--ranks {ranks} is not a multiple of --data {data}"
-            + (f" · --pipe {pipe}; choose ranks = x·y·z·data·pipe" if pipe > 1 else "; choose ranks = x·y·z·data")
+            f"--ranks {ranks} is not a multiple of --replicas {replicas}"
+            + (
+                f" · --pipe {pipe}; choose ranks = x·y·z·replicas·pipe"
+                if pipe > 1
+                else "; choose ranks = x·y·z·replicas"
+            )
         )
-    best = min(factorisations(ranks // data // pipe), key=lambda c: (max(c.x, c.y, c.z), c.z, c.y))
-    return Cuboid(best.x, best.y, best.z, data, pipe=pipe)
+    best = min(factorisations(ranks // replicas // pipe), key=lambda c: (max(c.x, c.y, c.z), c.z, c.y))
+    return Cuboid(best.x, best.y, best.z, replicas, pipe=pipe)
 
 
 def show(console: Console, case: Case, report: Report) -> None:

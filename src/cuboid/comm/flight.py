@@ -96,6 +96,8 @@ class Launched(Flight):
         stamps.there()
 
         def settle() -> None:
+            if ledger.clock is not None:
+                span.launched = ledger.clock.read(stamps.launched)
             start, stop = (span.launched + seconds for seconds in stamps.seconds())
             ledger.waited(span, start, stop, stamps.weight)
             span.landed = stop

@@ -1,5 +1,6 @@
 """What each rank launched over each group, in order, and what their accounts say when nothing moves any more."""
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -107,7 +108,7 @@ class Account:
     """Where a rank stands."""
 
     step: int
-    at: str  # the line its main thread is in
+    at: str  # the lines its threads are in, and what the backend has not finished
     pages: list[Page]
 
     @classmethod
@@ -179,7 +180,10 @@ def absences(accounts: Mapping[int, Account], size: int) -> list[str]:
     lines = [f"{listed(silent)} did not arrive and did not answer: stopped, dead or cut off"] if silent else []
     lines += [f"{listed([rank])} did not arrive: it is at {accounts[rank].at}" for rank in late]
     if not any(waiting.values()):  # on a GPU nobody waits in sight
-        return lines + behind(accounts) or [f"{listed([r])} is at {each.at}" for r, each in sorted(accounts.items())]
+        missed = behind(accounts)
+        some = {rank for _, ranks in missed for rank in ranks} or accounts.keys()
+        places = [f"{listed([rank])} is at {accounts[rank].at}" for rank in sorted(some)]
+        return [*lines, *(line for line, _ in missed), *(places if missed or not lines else [])]
     if not lines:
         lines = ["ranks wait for one another" if absent else "all ranks arrived, but not what they sent"]
     direct = [rank for rank, pages in waiting.items() if any(missing(page) & causes for page in pages)]
@@ -190,16 +194,29 @@ def absences(accounts: Mapping[int, Account], size: int) -> list[str]:
     return [*lines, f"{rest} more wait for these"] if rest else lines
 
 
-def behind(accounts: Mapping[int, Account]) -> list[str]:
-    """Who has launched less than others of a group."""
+def behind(accounts: Mapping[int, Account]) -> list[tuple[str, list[int]]]:
+    """Who has launched less than others of a group, in words and by rank."""
     lines = []
     for (axis, _), pages in groups(accounts).items():
         most = max(page.count for page in pages.values())
         late = [rank for rank, page in pages.items() if page.count < most]
         if late:
             call = next(page.calls[most] for page in pages.values() if page.count == most)
-            lines.append(f"axis {axis}, collective {most}: {listed(late)} did not arrive at {call}")
+            lines.append((f"axis {axis}, collective {most}: {listed(late)} did not arrive at {call}", late))
     return lines
+
+
+def unfinished() -> list[str]:
+    """What PyTorch's flight recorder, if it records, has seen launched and not completed: the first of each group."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", []) if dump else []
+    first: dict[str, str] = {}
+    for each in entries:
+        if each["state"] != "completed":
+            group = str(each["process_group"][-1])
+            text = f"{each['profiling_name']} {each['collective_seq_id']} of {each['input_sizes']} over group {group}"
+            first.setdefault(group, f"{text} is {each['state']}")
+    return list(first.values())
 
 
 def waits(rank: int, account: Account) -> list[str]:

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cuboid.device import DeviceClock
+
 
 @dataclass
 class Entry:
@@ -33,11 +35,13 @@ class Span:
 
 
 class Ledger:
-    """`spans` lists every collective since it was set to a list; None keeps sums alone."""
+    """`spans` lists every collective since it was set to a list; None keeps sums alone. Where collectives are timed by
+    a device, they are listed as the `clock` reads them, if there is one: by the same clock as what computes."""
 
     def __init__(self) -> None:
         self.entries: defaultdict[tuple[str, str], Entry] = defaultdict(Entry)
         self.spans: list[Span] | None = None
+        self.clock: DeviceClock | None = None
         self._late: list[Callable[[], None]] = []
 
     def launched(self, axis: str, kind: str, bytes_sent: int) -> Span:

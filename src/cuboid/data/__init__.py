@@ -4,13 +4,31 @@ Nothing here depends on the rank or the cuboid but the loader's choice of rows a
 and seed are the same batches everywhere.
 """
 
-from cuboid.data.corpus import Corpus, build, is_built, load, open_corpus, tokenise
-from cuboid.data.faults import MAX_BAD, check_text
-from cuboid.data.order import shuffled
-from cuboid.data.samples import PADDED_TARGET, Batch, Loader, Samples
-from cuboid.data.text import code, python_stdlib, text_files
-from cuboid.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
-from cuboid.data.tokens import Header, TokenFile, Tokens, TokenWriter, digest, is_token_file, unigram_entropy
+from typing import TYPE_CHECKING
+
+from cuboid.lazy import lazily
+
+if TYPE_CHECKING:
+    from cuboid.data.corpus import Corpus, build, is_built, load, open_corpus, tokenise
+    from cuboid.data.faults import MAX_BAD, check_text
+    from cuboid.data.order import shuffled
+    from cuboid.data.samples import PADDED_TARGET, Batch, Loader, Samples
+    from cuboid.data.text import code, python_stdlib, text_files
+    from cuboid.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+    from cuboid.data.tokens import Header, TokenFile, Tokens, TokenWriter, digest, is_token_file, unigram_entropy
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "corpus": "Corpus build is_built load open_corpus tokenise",
+            "faults": "MAX_BAD check_text",
+            "order": "shuffled",
+            "samples": "PADDED_TARGET Batch Loader Samples",
+            "text": "code python_stdlib text_files",
+            "tokenizer": "ByteTokenizer FileTokenizer Tokenizer load_tokenizer",
+            "tokens": "Header TokenFile Tokens TokenWriter digest is_token_file unigram_entropy",
+        },
+    )
 
 __all__ = [
     "MAX_BAD",

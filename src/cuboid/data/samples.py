@@ -6,6 +6,7 @@ step sees depends on the seed and the step alone: not on the cuboid, the data ax
 resumed.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cuboid.data.order import shuffled
 from cuboid.data.tokens import Tokens
+from cuboid.device import upload
 from cuboid.mesh.place import Place
 
 PADDED_TARGET = -100  # what `Loss` ignores
@@ -83,8 +85,16 @@ class Loader:
         self.samples, self._batch, self._device = samples, place.batch, place.positions.device
         # Once, not at each step: the host waits for the device here.
         self._rows, self._positions = place.samples.cpu(), place.positions.cpu()
+        self._ahead: dict[int, Batch] = {}
 
     def __call__(self, step: int) -> Batch:
+        return self._ahead.pop(step) if step in self._ahead else self._load(step)
+
+    def prefetch(self, steps: Iterable[int]) -> None:
+        """Have these batches, and no others, read and on their way to the device before they are asked for."""
+        self._ahead = {step: self._load(step) for step in steps}
+
+    def _load(self, step: int) -> Batch:
         numbers = torch.where(self._rows < self._batch, step * self._batch + self._rows, _NONE)
-        tokens, targets = self.samples.read(numbers, self._positions)
-        return Batch(tokens.to(self._device), targets.to(self._device))
+        both = torch.stack(self.samples.read(numbers, self._positions))
+        return Batch(*upload(both, self._device).unbind())

@@ -1,28 +1,35 @@
 """The shape of a block of devices, and the order of its axes over ranks."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations, product
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-AXES = ("pipe", "data", "x", "y", "z")
+AXES = ("pipe", "replicas", "x", "y", "z")
+#: What files of earlier versions call an axis.
+EARLIER = {"data": "replicas"}
 
 
 @dataclass(frozen=True)
 class Cuboid:
-    """x × y × z devices, replicated `data` times, for each of `pipe` stages of a pipeline. `order` lists the axes from
-    the slowest over ranks to the fastest; one that does not name `pipe` has it first.
+    """x × y × z devices, in `replicas` data-parallel replicas, for each of `pipe` stages of a pipeline. `order` lists
+    the axes from the slowest over ranks to the fastest; one that does not name `pipe` has it first.
 
     >>> Cuboid(2, 3, 2).coordinates(5)
-    {'pipe': 0, 'data': 0, 'x': 0, 'y': 2, 'z': 1}
+    {'pipe': 0, 'replicas': 0, 'x': 0, 'y': 2, 'z': 1}
+    >>> str(Cuboid(2, 2, 2, replicas=2, pipe=4))
+    '2,2,2 replicas=2 pipe=4'
     """
 
     x: int = 1
     y: int = 1
     z: int = 1
-    data: int = 1
+    replicas: int = 1
     order: tuple[str, ...] = AXES
     pipe: int = field(default=1, kw_only=True)
 
@@ -39,17 +46,31 @@ class Cuboid:
         object.__setattr__(self, "order", order)
 
     @classmethod
-    def parse(cls, text: str, data: int = 1, order: str = ",".join(AXES), pipe: int = 1) -> "Cuboid":
-        """`"2,2,2"` as typed by a person."""
-        parts = text.replace("x", ",").replace("×", ",").split(",")
-        if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
-            raise ValueError(f"cuboid {text!r} is not three sizes; write x,y,z such as 2,2,2")
+    def parse(cls, text: str, replicas: int = 1, order: str = ",".join(AXES), pipe: int = 1) -> "Cuboid":
+        """As typed by a person: `"2,2,2"` or, as `str` writes it, `"2,2,2 replicas=2 pipe=4"`."""
+        sizes, *more = re.sub(r"\s*([,x×=])\s*", r"\1", text).split() or [""]
+        parts, named = re.split("[,x×]", sizes.strip("()")), {"replicas": replicas, "pipe": pipe}
+        given = [word.partition("=")[::2] for word in more]
+        if len(parts) != 3 or not all(part.isdigit() for part in (*parts, *(size for _, size in given))):
+            raise ValueError(
+                f"cuboid {text!r} is not three sizes; write x,y,z such as 2,2,2 or '2,2,2 replicas=2 pipe=2'"
+            )
+        for name, size in given:
+            if name not in named:
+                raise ValueError(f"cuboid {text!r}: after x,y,z come replicas= and pipe=, not {name}=")
+            named[name] = int(size)
         x, y, z = (int(part) for part in parts)
-        return cls(x, y, z, data, tuple(name.strip() for name in order.split(",")), pipe=pipe)
+        return cls(x, y, z, named["replicas"], tuple(name.strip() for name in order.split(",")), pipe=named["pipe"])
+
+    @classmethod
+    def stored(cls, sizes: Mapping[str, int], order: Sequence[str] = AXES) -> "Cuboid":
+        """From a file, which may be of an earlier version."""
+        by_axis = {EARLIER.get(axis, axis): size for axis, size in sizes.items()}
+        return cls(**by_axis, order=tuple(EARLIER.get(axis, axis) for axis in order))
 
     def __str__(self) -> str:
-        more = [f" × {axis}={getattr(self, axis)}" for axis in ("data", "pipe") if getattr(self, axis) > 1]
-        return f"({self.x},{self.y},{self.z})" + "".join(more)
+        more = [f" {axis}={getattr(self, axis)}" for axis in ("replicas", "pipe") if getattr(self, axis) > 1]
+        return f"{self.x},{self.y},{self.z}" + "".join(more)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -62,7 +83,7 @@ class Cuboid:
 
     @property
     def ranks(self) -> int:
-        return self.block * self.data * self.pipe
+        return self.block * self.replicas * self.pipe
 
     def coordinates(self, rank: int) -> dict[str, int]:
         found = {}
@@ -76,14 +97,16 @@ class Cuboid:
             rank = rank * getattr(self, axis) + coordinates[axis]
         return rank
 
-    def array(self, axes: tuple[str, ...]) -> NDArray[np.int64]:
+    def array(self, axes: tuple[str, ...]) -> "NDArray[np.int64]":
         """The ranks as an array whose dims are `axes`."""
+        import numpy as np  # here: the command line reads cuboids and has no use for it
+
         grid = np.arange(self.ranks).reshape([getattr(self, axis) for axis in self.order])
         return np.ascontiguousarray(grid.transpose([self.order.index(axis) for axis in axes]))
 
 
 def factorisations(ranks: int) -> Iterator[Cuboid]:
-    """Every cuboid of exactly `ranks` devices with data=1, pipe=1."""
+    """Every cuboid of exactly `ranks` devices with replicas=1, pipe=1."""
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     for x, y, z in product(sizes, repeat=3):
         if x * y * z == ranks:

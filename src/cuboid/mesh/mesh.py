@@ -46,7 +46,7 @@ class Mesh:
     """
 
     #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.
-    NESTING = ("pipe", "data", "y", "z", "x")
+    NESTING = ("pipe", "replicas", "y", "z", "x")
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Mesh:
         world = dist.get_world_size() if dist.is_initialized() and not alone else 1
         if world != cuboid.ranks:
             raise ValueError(
-                f"cuboid {cuboid} needs x·y·z·data·pipe = {cuboid.ranks} ranks but {world} were started; "
+                f"cuboid {cuboid} needs x·y·z·replicas·pipe = {cuboid.ranks} ranks but {world} were started; "
                 f"start {cuboid.ranks} ranks or choose sizes whose product is {world}"
             )
         self.cuboid, self.rank, self.overlap = cuboid, rank, overlap
@@ -85,7 +85,7 @@ class Mesh:
             self.device_mesh(self.device.type)  # now: the model may be made where tensors have no values
 
     pipe: Axis
-    data: Axis
+    replicas: Axis
     x: Axis
     y: Axis
     z: Axis
@@ -201,7 +201,7 @@ class Mesh:
     @property
     def sharded(self) -> bool:
         """Whether several ranks share a stage of a model: its parameters are DTensors."""
-        return self.cuboid.block * self.cuboid.data > 1
+        return self.cuboid.block * self.cuboid.replicas > 1
 
     @property
     def dims(self) -> tuple[str, ...]:

@@ -153,9 +153,10 @@ class ModelConfig:
             )
         _size("batch", batch, 1)
         _size("seq", seq, 1)
-        if batch % cuboid.data:
+        if batch % cuboid.replicas:
             raise ValueError(
-                f"batch={batch} cannot be cut into data={cuboid.data}; use batch {_multiples_near(batch, cuboid.data)}"
+                f"batch={batch} cannot be split over replicas={cuboid.replicas}; "
+                f"use batch {_multiples_near(batch, cuboid.replicas)}"
             )
         if seq > self.context:
             what = "which is exported with the model" if self.rotary else "the learned positions"

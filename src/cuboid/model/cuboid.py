@@ -78,7 +78,7 @@ class Policy:
 
 
 class CuboidParallel:
-    sums_over: Sequence[str] = ("x", "z", "data")
+    sums_over: Sequence[str] = ("x", "z", "replicas")
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class CuboidParallel:
     ) -> None:
         self.config, self.mesh, self.policy, self.dtype, self.schedule = config, mesh, policy, dtype, schedule
         self.retain_weights, self.fuse = policy.weights == "retain", schedule.fuse(mesh.device)
-        config.check(mesh.cuboid, mesh.cuboid.data, 1)
+        config.check(mesh.cuboid, mesh.cuboid.replicas, 1)
 
     def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
         cuts, sums = SPECS[role]
@@ -100,13 +100,13 @@ class CuboidParallel:
 
     def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
         mesh, device = self.mesh, self.mesh.device
-        replicas, x, y, z = mesh.data.size, mesh.x.size, mesh.y, mesh.z
+        replicas, x, y, z = mesh.replicas.size, mesh.x.size, mesh.y, mesh.z
         padded = round_up(batch, replicas * x) if decode else batch
         self.config.check(mesh.cuboid, padded, start + seq)
         along_batch = gcd(padded // replicas, x)
         context = mesh.part_of_x(x // along_batch)
         count = padded // (replicas * along_batch)
-        first = (mesh.data.index * along_batch + mesh.x.index // context.size) * count
+        first = (mesh.replicas.index * along_batch + mesh.x.index // context.size) * count
         samples = torch.arange(first, first + count, device=device)
         unit = lcm(y.size, z.size, 2 if context.size > 1 else 1) * context.size
         positions = start + torch.cat(dealt(round_up(seq, unit), context.size, context.index)).to(device)
@@ -182,11 +182,11 @@ def suitable_schedule(
     move over z, which scatters and gathers the MLP's widest rows with next to nothing to compute between, and there
     are tokens enough. Where messages are made by the processors that compute (not `apart`) nothing can be hidden, and
     parts only cost."""
-    samples = batch // cuboid.data // gcd(batch // cuboid.data, cuboid.x)
+    samples = batch // cuboid.replicas // gcd(batch // cuboid.replicas, cuboid.x)
     most = batch * seq * config.hidden * itemsize // cuboid.ranks // LEAST_PART[gpu]
     if cuboid.y * cuboid.z == 1 or most < 2 or not apart:
         return PREFETCH
-    four = cuboid.z > 1 and batch * seq // (cuboid.data * cuboid.x) >= 4 * LEAST_ROWS[gpu]
+    four = cuboid.z > 1 and batch * seq // (cuboid.replicas * cuboid.x) >= 4 * LEAST_ROWS[gpu]
     wanted = (4, 2) if four else (2,)
     parts = next((n for n in wanted if n <= most and samples % n == 0), 1)
     return Schedule(parts=parts) if parts > 1 else Schedule(chunks=min(4, most))

@@ -104,13 +104,12 @@ def _check(path: Path, hw: Hardware, rows: Sequence[dict[str, Any]], rate: str, 
 
 
 def _name(row: dict[str, Any]) -> str:
-    shape = row["shape"]
-    return str(Cuboid(shape["x"], shape["y"], shape["z"], shape["data"]))
+    return str(Cuboid.stored(row["shape"]))
 
 
 def _step(hw: Hardware, row: dict[str, Any]) -> Step:
-    problem, shape = row["problem"], row["shape"]
-    cuboid = Cuboid(shape["x"], shape["y"], shape["z"], shape["data"], tuple(row["order"]))
+    problem = row["problem"]
+    cuboid = Cuboid.stored(row["shape"], row["order"])
     known = {each.name for each in fields(ModelConfig)}
     sizes = {key: value for key, value in problem["config"].items() if key in known}
     if sizes.get("rope_scaling"):

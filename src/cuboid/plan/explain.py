@@ -11,7 +11,7 @@ NAMES = {
     "x": "weights (x)",
     "y": "activations (y)",
     "z": "activations (z)",
-    "data": "gradients (data)",
+    "replicas": "gradients (replicas)",
     "pipe": "other stages (pipe)",
     "world": "the norm",
 }
@@ -93,7 +93,7 @@ def _micro_batches(hw: Hardware, work: Work, devices: int, only: Cuboid | None =
     counts = (n * work.micro_batches for n in range(2, work.batch + 1) if work.batch % n == 0)
     for count in counts:
         smaller = _in_micro_batches(work, count)
-        cut = only is None or smaller.batch % only.data == 0
+        cut = only is None or smaller.batch % only.replicas == 0
         if cut and rank(hw, smaller, devices, only).plans:
             return count
     return 0

@@ -13,7 +13,7 @@ what does (saved activations fall, gradients rise) does so evenly, so the fulles
     lookup   all gradients are there but the embedding's, which is added up
     table    … and on its way over x
     forward  of a layer below those that are trained, where there are such: nothing is saved
-    data     all gradients are there; the largest bucket's are joined, and their sum over replicas on its way
+    replicas all gradients are there; the largest bucket's are joined, and their sum over replicas on its way
 
 Of several micro-batches the first leaves its gradients, and those of the others are added to them in place.
 """
@@ -52,7 +52,7 @@ def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array)
     held = _Moments(hw, work, sizes, choice, saved)
     parameters, trained = sizes.parameters * STORED, held.gradients()
     earlier = trained if work.micro_batches > 1 else np.zeros_like(trained)
-    found = [(np.maximum(gradients, earlier), *others) for gradients, *others in held.moments()] + [held.data()]
+    found = [(np.maximum(gradients, earlier), *others) for gradients, *others in held.moments()] + [held.replicas()]
     if choice.schedule.beside and work.micro_batches > 1:
         earlier = earlier * (work.micro_batches > 2)  # the first backward beside a forward finds none
         found += [(np.maximum(gradients, earlier), *others) for gradients, *others in held.both()]
@@ -161,7 +161,7 @@ class _Moments(Operands):
 
     def scaled(self) -> Moment:
         """The gradient of the head's weight times dloss; without a tied embedding's it is summed over replicas."""
-        copies = np.where((self.s.data > 1) & (not self.c.tied) & (self.micro_batches == 1), 2, 1)
+        copies = np.where((self.s.replicas > 1) & (not self.c.tied) & (self.micro_batches == 1), 2, 1)
         last = self.gathered * self.choice.schedule.prefetch * (self.backward > 0)
         held = np.where(self.kept > 0, self.kept * self.backward, last) + self.behind(MOST_IN_FLIGHT)
         return self.none(), self.saved, held + copies * self.head_dW
@@ -220,7 +220,7 @@ class _Moments(Operands):
         flying = self.way * whole
         if j > MOST_IN_FLIGHT:  # the first of those on their way lands: what it sent goes, unless part of the sum
             gone, shard = (s.x > 2) * whole, self.shard(self.of_block)
-            flying = flying + np.maximum(self.summed(s.x, whole) + 2 * (s.data > 1) * shard - gone, 0)
+            flying = flying + np.maximum(self.summed(s.x, whole) + 2 * (s.replicas > 1) * shard - gone, 0)
         packed = np.maximum.reduce([made + largest, whole + self.packed(mine), flying])
         rest = self.dX
         if j < self.backward and self.regathers and self.choice.recompute != "full":
@@ -232,7 +232,7 @@ class _Moments(Operands):
     def unsplit(self, made: Array) -> Array:
         """Where x is 1: widened, and sent on to the replicas; added in place to those of micro-batches before."""
         shard = self.shard(self.of_block)
-        sent = 2 * (self.s.data > 1) * shard
+        sent = 2 * (self.s.replicas > 1) * shard
         if self.micro_batches > 1:
             return np.maximum(made, sent)
         return shard + np.maximum((self.g < STORED) * made, sent)
@@ -267,8 +267,8 @@ class _Moments(Operands):
         flying = self.flying(self.backward) * self.way
         return self.others(), self.none(), self.apart * (np.maximum(first, second) + flying)
 
-    def data(self) -> Moment:
+    def replicas(self) -> Moment:
         tables = [w.shard * STORED for w in self.tables()]
         blocks = [self.shard(block) for block in {self.block(j) for j in range(1, self.backward + 1)}]
         largest = np.maximum.reduce([self.head_dW, *blocks, *tables])
-        return self.gradients(), self.none(), np.where(self.s.data > 1, 2 * largest, 0)
+        return self.gradients(), self.none(), np.where(self.s.replicas > 1, 2 * largest, 0)

@@ -21,7 +21,7 @@ COLOURS = {
     "waiting for x": "#f2b134",
     "waiting for y": "#e07b1a",
     "waiting for z": "#c0392b",
-    "waiting for data": "#8a4f9e",
+    "waiting for replicas": "#8a4f9e",
     "parameters": "#1f5fa8",
     "gradients": "#6aa0d8",
     "activations": "#e07b1a",
@@ -95,11 +95,11 @@ def _map(axes: Axes, ranking: Ranking) -> None:
             if found.plans:
                 best = found.plans[0]
                 shares[row][column] = found.mfu(best)
-                text = f"{best.cuboid}\n{found.mfu(best):.0%}".replace(" × data=", "·")
+                text = f"{best.cuboid}\n{found.mfu(best):.0%}".replace(" replicas=", "\n× ")
             axes.text(column, row, text, ha="center", va="center", fontsize="small")
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.set_xticks(range(len(devices)), [str(n) for n in devices])
     axes.set_yticks(range(len(batches)), [str(n * ranking.work.micro_batches) for n in batches])
     axes.set_xlabel("devices")
     axes.set_ylabel("sequences a step")
-    axes.set_title(f"The best cuboid, (x,y,z)·data, and its MFU, {hw.name}", loc="left")
+    axes.set_title(f"The best cuboid, x,y,z × replicas, and its MFU, {hw.name}", loc="left")

@@ -72,7 +72,7 @@ class Megatron:
             play.layer()
         tape.now = tape.now * count
         parameters = (12 * self.layers * self.hidden**2 + self.vocab * self.hidden) // self.tensor
-        tape.wait(tape.launch("data", "all_reduce", np.array([parameters])))
+        tape.wait(tape.launch("replicas", "all_reduce", np.array([parameters])))
         tape.stream("optimizer", np.array([34.0 * parameters]))
         return float(tape.now[0])
 

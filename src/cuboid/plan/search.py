@@ -88,20 +88,20 @@ def model_flops(work: Work) -> int:
 
 
 def shapes(config: ModelConfig, devices: int, batch: int) -> Iterator[tuple[int, int, int, int]]:
-    """Every (data, x, y, z) of so many devices that the model's heads, hidden size and batch can be cut into."""
+    """Every (replicas, x, y, z) of so many devices that the model's heads, hidden size and batch can be cut into."""
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     for y, z in product(divisors, repeat=2):
         if config.heads % (y * z) or config.hidden % z or devices % (y * z):
             continue
-        for data in divisors:
-            if devices // (y * z) % data == 0 and batch % data == 0:
-                yield data, devices // (y * z) // data, y, z
+        for replicas in divisors:
+            if devices // (y * z) % replicas == 0 and batch % replicas == 0:
+                yield replicas, devices // (y * z) // replicas, y, z
 
 
 def orders(shape: tuple[int, int, int, int], node: int) -> list[Cuboid]:
     """The shape with its axes in every order that makes a difference to which ranks share a node."""
-    data, x, y, z = shape
-    cuboids = list(every_order(Cuboid(x, y, z, data)))
+    replicas, x, y, z = shape
+    cuboids = list(every_order(Cuboid(x, y, z, replicas)))
     of = groups(cuboids, np.ones(len(cuboids), dtype=np.int64), node)
     found: dict[tuple[int, ...], Cuboid] = {}
     for cuboid, *inside in zip(cuboids, *(of[axis].inside.tolist() for axis in AXES), strict=True):
@@ -120,7 +120,7 @@ def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> 
     config, began = work.config, time.perf_counter()
     if only is not None:
         config.check(only, work.batch, work.seq)
-        found = orders((only.data, only.x, only.y, only.z), hw.node)
+        found = orders((only.replicas, only.x, only.y, only.z), hw.node)
     else:
         config.check(Cuboid(), work.batch, work.seq)
         found = [cuboid for shape in shapes(config, devices, work.batch) for cuboid in orders(shape, hw.node)]
@@ -180,7 +180,7 @@ def _best_of_each_shape(predictions: Sequence[Predictions]) -> tuple[list[Plan],
     """The fastest order and choice of every shape that fits, fastest first; the smallest of those that do not."""
     cuboids = predictions[0].sizes.cuboids
     numbers: dict[tuple[int, ...], int] = {}
-    shape = np.array([numbers.setdefault((k.data, k.x, k.y, k.z), len(numbers)) for k in cuboids])
+    shape = np.array([numbers.setdefault((k.replicas, k.x, k.y, k.z), len(numbers)) for k in cuboids])
     seconds = np.stack([np.where(each.valid, each.totals.seconds, np.inf) for each in predictions])
     peak = np.stack([np.where(each.valid, each.memory.peak, np.inf) for each in predictions])
     seconds = np.where(peak <= predictions[0].hw.memory, seconds, np.inf)

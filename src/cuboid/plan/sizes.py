@@ -41,8 +41,8 @@ class Sizes:
         c = self.c = config
         self.cuboids = cuboids
         self.axes = {axis: np.array([getattr(each, axis) for each in cuboids], dtype=np.int64) for axis in AXES}
-        self.pipe, self.data, self.x, self.y, self.z = self.axes.values()
-        samples = batch // self.data
+        self.pipe, self.replicas, self.x, self.y, self.z = self.axes.values()
+        samples = batch // self.replicas
         self.context = self.x // np.gcd(samples, self.x)
         self.b = samples // np.gcd(samples, self.x)
         unit = np.lcm(np.lcm(self.y, self.z), np.where(self.context > 1, 2, 1)) * self.context

@@ -39,7 +39,7 @@ def prices_of(hw: Hardware, work: Work, sizes: Sizes) -> Prices:
     if work.precision not in hw.rate:
         raise ValueError(
             f"hardware {hw.name!r} has no figures for {work.precision}; it has {', '.join(hw.rate)}: "
-            f"use --precision {next(iter(hw.rate))}, or calibrate with --precision {work.precision}"
+            f"use --dtype {next(iter(hw.rate))}, or calibrate with --dtype {work.precision}"
         )
     hw.check_links(sizes.cuboids[0].ranks)
     return Prices(hw, work.precision, ITEMSIZE[work.precision], sizes.groups)
@@ -55,7 +55,7 @@ class _TimedStep(TimedLayer):
         self.kept = choice.policy.weights == "retain"
         self.parts = choice.schedule.parts
         self._in_flight: deque[tuple[Message, Array]] = deque()  # sums over x, and the elements of a rank's shards
-        self._replicas: deque[Message] = deque()  # sums over data
+        self._replicas: deque[Message] = deque()  # sums over replicas
         self._rows: deque[Message] = deque()  # the head's X, then its dX, of each part
         self._gathers: dict[int, Message] = {}  # of layers, on their way; the final norm is the last
         norm = [sizes.norm_weight] * len(self.trained.norm())
@@ -208,10 +208,10 @@ class _TimedStep(TimedLayer):
         self.send_on(elements)
 
     def send_on(self, elements: Array) -> None:
-        """Over data. All are awaited at the end; here a few at a time, so that every layer's share of the wait is its
-        own."""
+        """Over replicas. All are awaited at the end; here a few at a time, so that every layer's share of the wait is
+        its own."""
         if self.last:
-            self._replicas.append(self.tape.launch("data", "all_reduce", elements, itemsize=STORED))
+            self._replicas.append(self.tape.launch("replicas", "all_reduce", elements, itemsize=STORED))
         if len(self._replicas) > MOST_IN_FLIGHT:
             self.tape.wait(self._replicas.popleft())
 
@@ -239,7 +239,7 @@ class _TimedStep(TimedLayer):
         s, t = self.sizes, self.tape
         self.play(self.part)
         dW = t.launch("x", "reduce_scatter", s.head_weight.shard * s.x) if self.trained.head else None
-        for axis in ("x", "z", "data"):
+        for axis in ("x", "z", "replicas"):
             t.wait(t.launch(axis, "all_reduce", np.full_like(self.m, 2), itemsize=self.wide))
         while self._rows:
             t.wait(self._rows.popleft())

@@ -24,11 +24,11 @@ import torch.distributed.tensor
 from cuboid.comm.transport.sharing import late_timers
 from cuboid.device import backend_for, gpu_count, group_options, is_gpu, take
 from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
+from cuboid.run.errors import RankError, RunError
 from cuboid.run.meeting import fresh_store, store_is_old
-from cuboid.run.report import RunError as RunError
 from cuboid.run.report import report
+from cuboid.run.started import under_torchrun
 from cuboid.run.stop import Stop, leave_signals_to_parent
-from cuboid.run.watch import RankError as RankError
 from cuboid.run.watch import Watch
 
 TIMEOUT = 600.0  # seconds, of a collective
@@ -73,29 +73,12 @@ class RankDied(RankError):
         self.killed = killed  # by SIGKILL
 
 
-def under_torchrun() -> bool:
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def local_ranks(ranks: int) -> int:
-    """How many of so many ranks are on this host: all, unless torchrun has started them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
-
-
-def is_first() -> bool:
-    """Whether this process speaks for all: rank 0, or the one that will start the ranks."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def is_first_of_host() -> bool:
-    """Whether this process speaks for its host: a file, say, may be missing on that one alone."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def join_world(
     store: dist.Store | None = None, timeout: float = TIMEOUT, attempt: int = 0, stop: Stop | None = None
 ) -> World:
-    """Join the process group that the environment describes: NCCL if there is a GPU for this rank, gloo if not."""
+    """Join the process group that the environment describes: NCCL if there is a GPU for this rank, gloo if not. gloo's
+    groups, the checkpoints' among them, connect two ranks when one first sends to the other, not all at once."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if store is None and store_is_old():
         store = fresh_store(rank, size, max(timeout, TIMEOUT))  # who imports late is no stalled collective
@@ -159,7 +142,6 @@ def _serve(
     else:
         host.enter()
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     store = _meet(rank, size, door)

@@ -6,11 +6,7 @@ import traceback
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from cuboid.run.watch import RankError
-
-
-class RunError(RuntimeError):
-    """What ended a run is no fault of the program, a full disk say; the message says all, and no traceback is shown."""
+from cuboid.run.errors import RankError, RunError
 
 
 def report(error: Exception, rank: int) -> None:

@@ -8,7 +8,7 @@ from cuboid.run.stop import Stop
 
 OUT_OF_MEMORY = (
     "before the first step, most likely by the kernel for want of memory, so ranks are not started again; use fewer "
-    'ranks, memory.checkpoint = "full", more data.micro_batches or a smaller model'
+    'ranks, memory.recompute = "full", more data.micro_batches or a smaller model'
 )
 
 

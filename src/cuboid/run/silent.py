@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from cuboid.comm.transport.fake import join_silent_world
-from cuboid.run.launch import RankError, World
+from cuboid.run.errors import RankError
+from cuboid.run.launch import World
 
 
 def silently(fn: Callable[..., Any], rank: int, size: int, *args: Any, per_host: int = 0, backend: str = "gloo") -> Any:

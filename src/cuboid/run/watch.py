@@ -13,26 +13,23 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from types import TracebackType
+from types import FrameType, TracebackType
 
+import torch
 import torch.distributed as dist
 
-from cuboid.comm.journal import Account, Journal, explain, waits
+from cuboid.comm.journal import Account, Journal, explain, unfinished, waits
+from cuboid.run.errors import RankError
 
 EXIT_CODE = 70  # of a rank that hangs where no exception reaches it
 MOMENT = 3.0  # seconds that the rank which failed has for its own words before others speak of it
 NAP = 0.02  # seconds between two looks
+OURS, TORCH = (os.path.dirname(file) + os.sep for file in (os.path.dirname(__file__), torch.__file__))
 ALARM, ANSWERS, VERDICT, HEARD = "watch/alarm", "watch/answers", "watch/verdict", "watch/heard"
-
-
-class RankError(RuntimeError):
-    """A rank failed: this one, or another that this one needs."""
-
-    teller: int | None = None  # the rank that reports what all ranks know; None: whoever knows
 
 
 class Stalled(RankError):
@@ -215,9 +212,8 @@ class Watch:
         return "mismatched" if mismatched else "stalled", text + heard
 
     def _account(self) -> Account:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        at = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "no place known"
-        return Account(self.step, at, [journal.page() for journal in self._journals])
+        at = [whereabouts({thread.ident for thread in self._threads}), *unfinished()]
+        return Account(self.step, "; ".join(at), [journal.page() for journal in self._journals])
 
 
 @contextmanager
@@ -228,6 +224,30 @@ def watched(rank: int, size: int, limit: float) -> Iterator[Watch | None]:
         return
     with Watch(rank, size, dist.distributed_c10d._get_default_store(), limit) as watch:
         yield watch
+
+
+def whereabouts(silent: Collection[int | None]) -> str:
+    """The lines that this process's threads are in: the main one's and, where they run code of this package, others',
+    as autograd's do on a GPU. Those of PyTorch itself say nothing. Not of the `silent` threads."""
+    names, main = {thread.ident: thread.name for thread in threading.enumerate()}, threading.main_thread().ident
+    found = {}
+    for thread, innermost in sys._current_frames().items():
+        frames = list[FrameType]()
+        frame: FrameType | None = innermost
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        inside = OURS if thread != main else ""
+        mine = [f for f in frames if f.f_code.co_filename.startswith(inside) and not _is_torch(f)]
+        if mine and thread not in silent:
+            found[thread] = f"{os.path.basename(mine[0].f_code.co_filename)}:{mine[0].f_lineno}"
+    at = found.pop(main or 0, "no place known")
+    others = [f"{names.get(thread, 'a thread of autograd')} at {each}" for thread, each in found.items()]
+    return "; ".join([at, *others])
+
+
+def _is_torch(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(TORCH)
 
 
 def _until(done: Callable[[], bool], seconds: float) -> bool:

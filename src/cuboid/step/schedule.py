@@ -21,12 +21,13 @@ What a linear can overlap by itself it always does: X's second gather under dX's
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from cuboid.comm.flight import Message, Steps
-from cuboid.fuse import Fuse, compiled, fuse_on
+    from cuboid.comm.flight import Message, Steps
+    from cuboid.fuse import Fuse
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Schedule:
     stages: int = 1
     split: tuple[int, ...] = ()
 
-    def fuse(self, device: torch.device) -> Fuse:
+    def fuse(self, device: "torch.device") -> "Fuse":
+        from cuboid.fuse import compiled, fuse_on  # here: who only reads a configuration needs no torch
+
         return compiled if self.compile else fuse_on(device)
 
     def order(self, count: int) -> "Order":
@@ -130,7 +133,7 @@ MOST_AHEAD = 8
 class Task(NamedTuple):
     """Steps of sub-batches, which take turns, and what becomes of what they return."""
 
-    steps: Sequence[Steps]
+    steps: "Sequence[Steps]"
     finish: Callable[[list[Any]], Any]
 
 
@@ -145,7 +148,7 @@ class Clock:
         self._count = 0
         self._left: dict[str, dict[int, float]] = {}  # by axis: bytes of each message in flight
 
-    def launch(self, sent: float, axis: str) -> Message:
+    def launch(self, sent: float, axis: str) -> "Message":
         """A message that leaves now."""
         self._count += 1
         self._sent += sent if self.forward else 0.0
@@ -153,7 +156,7 @@ class Clock:
             self._left.setdefault(axis, {})[self._count] = sent
         return axis, self._count
 
-    def lands(self, message: Message) -> float:
+    def lands(self, message: "Message") -> float:
         """When it will have landed, if nothing else is launched."""
         axis, number = message
         mine = self._left.get(axis, {})
@@ -163,7 +166,7 @@ class Clock:
         others = sum(min(until, sum(each.values())) for name, each in self._left.items() if name != axis)
         return self.now + self._pace() * (until + others)
 
-    def wait(self, message: Message) -> None:
+    def wait(self, message: "Message") -> None:
         self._advance(self.lands(message))
 
     def compute(self, work: float) -> None:
@@ -191,8 +194,8 @@ class Clock:
 
 @dataclass
 class _Turns:
-    steps: Steps
-    waits: Message = ("", 0)
+    steps: "Steps"
+    waits: "Message" = ("", 0)
     work: float = 0.0  # that it does next
     done: int = 0
 

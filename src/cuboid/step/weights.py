@@ -261,7 +261,7 @@ def first(rows: int, gradient: Tensor) -> Tensor:
 
 
 class Sums:
-    """The gradients of a step's shards: those summed over x as they land, then over `data` once every use of the
+    """The gradients of a step's shards: those summed over x as they land, then over replicas once every use of the
     weights, `uses` of each bucket, has come by."""
 
     def __init__(self, uses: Mapping[Bucket, int]) -> None:
@@ -299,7 +299,7 @@ class Sums:
         """Launch it, if all has come that will."""
         if self._left[bucket] == 0 and all(each is not bucket for each, _ in self._flying):
             totals = {p: self._totals.pop(p) for p in bucket.parameters if p in self._totals}
-            self._replicas[bucket] = sum_over(bucket.mesh.data, totals)
+            self._replicas[bucket] = sum_over(bucket.mesh.replicas, totals)
 
     def finish(self) -> Tensors:
         """The gradient of every parameter that has one, summed over all ranks that saw a part of it."""

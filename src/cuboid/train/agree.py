@@ -24,7 +24,7 @@ from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, shard_of
 from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
-from cuboid.run.watch import RankError
+from cuboid.run.errors import RankError
 from cuboid.train.checkpoint import MOMENTS
 
 ROWS = 64  # of a product that is done again

@@ -55,10 +55,13 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
     policy = choice.policy
     chosen = replace(
         config,
-        cuboid=CuboidSection(k.x, k.y, k.z, k.data, k.order, config.cuboid.others, k.pipe),
+        cuboid=CuboidSection(k.x, k.y, k.z, k.replicas, k.order, config.cuboid.others, k.pipe),
         memory=MemorySection(policy.activations, policy.weights, choice.recompute, m.head_elements),
         overlap=replace(
-            config.overlap, prefetch=choice.schedule.prefetch, parts=0 if choice.schedule.parts > 1 else 1, chunks=1
+            config.overlap,
+            prefetch=choice.schedule.prefetch,
+            sub_batches=0 if choice.schedule.parts > 1 else 1,
+            chunks=1,
         ),
     )
     return chosen, f"{why(ranking)} {guess}".rstrip()
@@ -73,7 +76,7 @@ def for_ranks(config: TrainConfig, ranks: int, machine: str) -> tuple[TrainConfi
     short = f"there are {ranks} ranks, not the {wanted.ranks} of {wanted}"
     for k in config.other_cuboids():
         if k.ranks == ranks:
-            sizes = replace(config.cuboid, x=k.x, y=k.y, z=k.z, data=k.data, pipe=k.pipe)
+            sizes = replace(config.cuboid, x=k.x, y=k.y, z=k.z, replicas=k.replicas, pipe=k.pipe)
             return replace(config, cuboid=sizes), f"{short}: {k} of cuboid.others"
     try:
         changed, reason = planned(config, ranks, machine)

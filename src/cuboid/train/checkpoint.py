@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from cuboid.comm.collectives import from_all, from_first
-from cuboid.mesh.layout import shard_of
+from cuboid.mesh.layout import Spec, shard_of
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.freeze import matching
@@ -35,19 +35,23 @@ State = Mapping[str, Any]
 _NAME = re.compile(r"step-(\d{8,})")
 
 
-def tensors(model: Transformer, optimizer: torch.optim.Optimizer | None, copy: bool = False) -> dict[str, DTensor]:
-    """Every tensor of a checkpoint by its name; as they are, or copied to the host. Frozen ones have no moments."""
-    mesh, found = model.parallel.mesh, {}
+def tensors(
+    model: Transformer,
+    optimizer: torch.optim.Optimizer | None,
+    copied: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda shards: shards,
+) -> dict[str, DTensor]:
+    """Every tensor of a checkpoint by its name; as they are, or `copied`. Frozen ones have no moments."""
+    specs, shards = dict[str, Spec](), dict[str, Tensor]()
 
-    def put(name: str, shard: Tensor, spec: Any) -> None:
-        found[name] = spec.dtensor(shard.to("cpu", copy=True) if copy else shard, mesh)
+    def put(name: str, tensor: Tensor, spec: Spec) -> None:
+        specs[name], shards[name] = spec, shard_of(tensor)
 
     for name, parameter, d in declared(model):
-        put(f"model.{name}", shard_of(parameter), d.spec)
+        put(f"model.{name}", parameter, d.spec)
         if optimizer is not None and parameter in optimizer.state:
             for moment in MOMENTS:
-                put(f"optimizer.{moment}.{name}", shard_of(optimizer.state[parameter][moment]), d.spec)
-    return found
+                put(f"optimizer.{moment}.{name}", optimizer.state[parameter][moment], d.spec)
+    return {name: specs[name].dtensor(shard, model.parallel.mesh) for name, shard in copied(shards).items()}
 
 
 # Which

@@ -31,12 +31,12 @@ def furthest(serial: Sequence[float], losses: Sequence[float]) -> float:
     return max(each if each == each else float("inf") for each in apart)
 
 
-def curves(world: World, config: TrainConfig, dtype: torch.dtype) -> Curves | None:
+def curves(world: World, config: TrainConfig, dtype: torch.dtype, quiet: bool = False) -> Curves | None:
     """On every rank of the cuboid; rank 0 also trains serially, and returns both losses of every step."""
     ours = Trainer(config, world, dtype=dtype)
     alone = Trainer(config, world, on_one_device, dtype) if world.rank == 0 else None
     serial, cuboid = [], []
-    with Progress(config.schedule.steps, console=Console(quiet=alone is None, stderr=True)) as progress:
+    with Progress(config.schedule.steps, console=Console(quiet=quiet or alone is None, stderr=True)) as progress:
         for _ in range(config.schedule.steps):
             report, _ = ours.step()
             progress.update(report)

@@ -5,21 +5,22 @@ on eight ranks, in about two minutes on two cores.
 """
 
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from cuboid.data import MAX_BAD
-from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.data.faults import MAX_BAD
+from cuboid.dtypes import SPELLINGS
+from cuboid.mesh.cuboid import AXES, EARLIER, Cuboid
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.freeze import Trained
 from cuboid.model.presets import PRESETS
 from cuboid.step.pipeline import Split, orders
 from cuboid.step.schedule import Schedule
-from cuboid.train.keys import assignment, build, flatten, key, keys, toml, value_of, write
-from cuboid.train.origin import Origin
+from cuboid.train.keys import RenamedKey, assignment, build, flatten, key, keys, toml, value_of, write
 
 #: Sections that decide the result.
 DECISIVE = ("seed", "model", "data", "optimizer", "schedule", "precision", "loss", "guard")
@@ -72,21 +73,22 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class CuboidSection:
-    """the block of devices: x·y·z·data·pipe ranks"""
+    """the block of devices: x·y·z·replicas·pipe ranks"""
 
     x: int = key(2, "cuts the batch (and the sequence, where the batch is short) and every weight", at_least=1)
     y: int = key(2, "cuts heads, the MLP's inner width, the vocabulary", at_least=1)
     z: int = key(2, "cuts heads and the hidden width", at_least=1)
-    data: int = key(1, "copies of the whole cuboid, each with its own samples", at_least=1)
-    order: tuple[str, ...] = key(AXES, "axes from the slowest over ranks to the fastest")
+    replicas: int = key(
+        1, "data-parallel replicas of the whole cuboid, each with its own samples", at_least=1, was="cuboid.data"
+    )
+    order: tuple[str, ...] = key(AXES, "axes from the slowest over ranks to the fastest", spellings=EARLIER)
     others: tuple[str, ...] = key(
         (),
-        'such as "1x2x2", "1x2x2x2" with data, "1x2x2x1x2" with pipe: for other numbers of ranks that torchrun may '
-        "start; else planned",
+        'cuboids such as "1,2,2" or "1,2,2 replicas=2 pipe=2" for other numbers of ranks that torchrun may start; '
+        "else planned",
+        between=r";|,(?=\s*\d+x)",  # earlier versions wrote 1x2x2
     )
-    pipe: int = key(
-        1, "stages of a pipeline, of consecutive blocks, each on a cuboid (and data copies) of its own", at_least=1
-    )
+    pipe: int = key(1, "pipeline stages, each of consecutive blocks on a cuboid (and replicas) of its own", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -143,28 +145,40 @@ class ScheduleSection:
 class PrecisionSection:
     """number formats"""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = key("fp32", "of products and activations; weights at rest are fp32")
+    dtype: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32", "of matmuls and activations; weights at rest are fp32", spellings=SPELLINGS
+    )
     loss_scale: float = key(65536.0, "fp16: what the loss is multiplied by at first", above=0)
     growth_interval: int = key(2000, "fp16: steps without overflow until the scale doubles", at_least=1)
+    deterministic: bool = key(False, "the same bits in every run on GPUs too, if more slowly; on CPUs they always are")
 
 
 @dataclass(frozen=True)
 class MemorySection:
-    """what is kept for backward, and what is made again"""
+    """what is kept for backward, and what is recomputed"""
 
-    activations: Literal["regather", "retain"] = key("regather", "activations gathered for a product")
-    weights: Literal["regather", "retain"] = key("regather", "weights gathered for a product")
-    checkpoint: Literal["none", "selective", "full"] = key("none", "computed again: nothing, attention, blocks")
+    activations: Literal["regather", "retain"] = key("regather", "activations gathered for a matmul")
+    weights: Literal["regather", "retain"] = key("regather", "weights gathered for a matmul")
+    recompute: Literal["none", "selective", "full"] = key(
+        "none", "in backward: nothing, attention, or whole blocks", was="memory.checkpoint"
+    )
     head_elements: int = key(1 << 24, "most elements of partial logits alive at a time", at_least=1)
 
 
 @dataclass(frozen=True)
 class OverlapSection:
-    """what is sent while something else computes, and how lean that is"""
+    """communication that overlaps with computation"""
 
     prefetch: bool = key(True, "gather the next layer's weights while this one computes")
-    parts: int = key(0, "of a batch in step, one computes while others send; 1: none, 0: what suits", at_least=0)
-    chunks: int = key(0, "of a product's tokens, multiplied while others are sent; 1: none, 0: what suits", at_least=0)
+    sub_batches: int = key(
+        0,
+        "interleaved parts of a micro-batch: one computes while others communicate; 1: none, 0: chosen by size",
+        at_least=0,
+        was="overlap.parts",
+    )
+    chunks: int = key(
+        0, "of a matmul's tokens: one is multiplied while others are sent; 1: none, 0: chosen by size", at_least=0
+    )
     compile: bool = key(False, "fuse elementwise work with torch.compile")
     beside: bool = key(False, "run the forward of a micro-batch beside the backward of the one before it")
     pipeline: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "beside"] = key(
@@ -195,9 +209,14 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class RestartSection:
-    """what becomes of a run whose ranks die"""
+    """failed ranks are restarted"""
 
-    most: int = key(3, "times in a row that all ranks start again without a new checkpoint; 0: never", at_least=0)
+    max_restarts: int = key(
+        3,
+        "times in a row that all ranks are restarted without a new checkpoint; 0: never",
+        at_least=0,
+        was="restart.most",
+    )
 
 
 @dataclass(frozen=True)
@@ -218,7 +237,12 @@ class GuardSection:
     loss_factor: float = key(2.0, "a spike: a loss so many times the median of the last steps; 0: none is", at_least=0)
     norm_factor: float = key(10.0, "a spike: a gradient's norm so many times the median; 0: none is", at_least=0)
     window: int = key(50, "how many steps the median is of", at_least=1)
-    most_skips: int = key(10, "stop after more skipped steps in a row, fp16's search for its scale aside", at_least=0)
+    max_skips: int = key(
+        10,
+        "stop after more skipped steps in a row, fp16's search for its scale aside",
+        at_least=0,
+        was="guard.most_skips",
+    )
     check_every: int = key(0, "steps between checks for silent corruption; 0: none", at_least=0)
 
 
@@ -274,7 +298,7 @@ class TrainConfig:
 
     def cuboid_shape(self) -> Cuboid:
         c = self.cuboid
-        return Cuboid(c.x, c.y, c.z, c.data, c.order, pipe=c.pipe)
+        return Cuboid(c.x, c.y, c.z, c.replicas, c.order, pipe=c.pipe)
 
     def schedule_on(self, cuboid: Cuboid, parts: int = 1, chunks: int = 1) -> Schedule:
         """What overlaps with what. Without a pipe nothing is said of it."""
@@ -285,18 +309,7 @@ class TrainConfig:
 
     def other_cuboids(self) -> list[Cuboid]:
         """For other numbers of ranks."""
-        order, found = ",".join(self.cuboid.order), []
-        for text in self.cuboid.others:
-            sizes = text.replace("x", ",").replace("×", ",").split(",")
-            more = [size.strip() for size in sizes[3:]]
-            if len(more) > 2 or not all(size.isdigit() for size in more):
-                raise ValueError(
-                    f"cuboid.others: {toml(text)} is not three to five sizes, x, y, z, data, pipe; write such as 1x2x2 "
-                    "or 1x2x2x2"
-                )
-            data, pipe = (int(size) for size in (*more, "1", "1")[:2])
-            found.append(Cuboid.parse(",".join(sizes[:3]), data, order, pipe))
-        return found
+        return [_other(text, ",".join(self.cuboid.order)) for text in self.cuboid.others]
 
     def check(self) -> None:
         """Raise if this cannot run, from what can be known before anything is started or written."""
@@ -323,11 +336,11 @@ class TrainConfig:
 
     def _check_cuts(self, cuboid: Cuboid) -> None:
         data = self.data
-        parts = data.micro_batches * cuboid.data
+        parts = data.micro_batches * cuboid.replicas
         if data.batch % parts:
             near = [n for n in (data.batch // parts * parts, (data.batch // parts + 1) * parts) if n]
             raise ValueError(
-                f"data.batch = {data.batch} cannot be cut into data.micro_batches · cuboid.data = {parts}; "
+                f"data.batch = {data.batch} cannot be cut into data.micro_batches · cuboid.replicas = {parts}; "
                 f"use {' or '.join(map(str, near))}"
             )
         model, schedule = self.model_config(self.model.vocab or 1), self.schedule_on(cuboid)
@@ -342,6 +355,16 @@ class TrainConfig:
             raise ValueError(f"model.freeze = {toml(self.model.freeze)} leaves nothing to train; freeze less")
         if self.model.freeze and cuboid.pipe > 1:
             raise ValueError(f"model.freeze with cuboid.pipe = {cuboid.pipe} is not supported; use pipe = 1")
+
+
+def _other(text: str, order: str) -> Cuboid:
+    """One of `cuboid.others`. Earlier versions wrote 1x2x2x2 for replicas, 1x2x2x1x2 for stages of a pipeline."""
+    sizes = text.split("x")
+    more = [f"{name}={size.strip()}" for name, size in zip(("replicas", "pipe"), sizes[3:], strict=False)]
+    try:
+        return Cuboid.parse(" ".join([",".join(sizes[:3]), *more]) if 3 < len(sizes) < 6 else text, order=order)
+    except ValueError as error:
+        raise ValueError(f"cuboid.others: {error}") from None
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = (), preset: str = "") -> TrainConfig:
@@ -370,7 +393,8 @@ def differences(config: TrainConfig, written: str) -> list[str]:
     """Where a run folder's config.toml is not this run's, in what decides the result: "key = theirs (here ours)".
     Empty: it is this run's, on whatever ranks."""
     try:
-        theirs = flatten(TrainConfig, tomllib.loads(written))
+        with warnings.catch_warnings(action="ignore", category=RenamedKey):
+            theirs = flatten(TrainConfig, tomllib.loads(written))
     except ValueError as error:
         return [f"a config.toml that cannot be read ({error})"]
     found = []
@@ -418,6 +442,8 @@ def _pretrained(given: Mapping[str, Any]) -> dict[str, Any]:
             f"model.preset = {toml(given['model.preset'])} and model.pretrained = {toml(given['model.pretrained'])} "
             "both say what the model is; give one of them"
         )
+    from cuboid.train.origin import Origin  # here: it brings torch, which most configurations are read without
+
     origin = Origin.find(Path(given["model.pretrained"]))
     values = _model_keys(origin.config)
     built = any((Path(path) / "train.json").is_file() for path in given.get("data.paths", ()))

@@ -44,8 +44,8 @@ class Guard:
             self.norms.append(norm)
             return True
         self.skips, self.in_a_row, self.said = self.skips + 1, self.in_a_row + 1, f"{self.said}; skipped"
-        if self.in_a_row > self.config.most_skips:
-            many = f"{self.in_a_row} in a row with guard.most_skips = {self.config.most_skips}"
+        if self.in_a_row > self.config.max_skips:
+            many = f"{self.in_a_row} in a row with guard.max_skips = {self.config.max_skips}"
             raise Diverged(f"{self.said}, {many}. {REMEDY}")
         return False
 

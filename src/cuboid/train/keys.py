@@ -4,7 +4,9 @@ A key's name is dotted, as a person types it: `optimizer.lr`. The tree is known 
 """
 
 import json
+import re
 import tomllib
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
@@ -14,6 +16,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 #: Of any number: the last whole one that 64 bits hold.
 LARGEST = 2**63 - 1
+
+
+class RenamedKey(FutureWarning):
+    """A key, or a flag, by its name in an earlier version."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,9 @@ class Rule:
     at_most: float | None = None
     path: bool = False  # names files: made absolute, so that a run resumes from any working directory
     also: tuple[str, ...] = ()  # what others call it
+    was: str = ""  # its dotted name in earlier versions
+    spellings: Mapping[str, str] = field(default_factory=dict)  # of a value, or of an item of a list
+    between: str = ","  # items of a list, where it is typed without brackets: a regular expression
 
 
 def key(
@@ -39,8 +48,12 @@ def key(
     at_most: float | None = None,
     path: bool = False,
     also: tuple[str, ...] = (),
+    was: str = "",
+    spellings: Mapping[str, str] | None = None,
+    between: str = ",",
 ) -> Any:
-    return field(default=default, metadata={"rule": Rule(help, at_least, above, below, at_most, path, also)})
+    rule = Rule(help, at_least, above, below, at_most, path, also, was, spellings or {}, between)
+    return field(default=default, metadata={"rule": rule})
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,7 @@ class Key:
 
     def fit(self, value: Any) -> Any:
         """`value` as the key's type; raise if the key does not take it."""
+        value = self._respelt(value)
         if self.choices:
             ok = any(type(value) is type(choice) and value == choice for choice in self.choices)
         elif self.kind in (int, float):
@@ -104,10 +118,15 @@ class Key:
             return text
         if get_origin(self.kind) is tuple and not isinstance(value, list):
             quoted = isinstance(value, str) and not bare
-            parts = [value] if quoted else [part.strip() for part in text.split(",") if part.strip()]
+            parts = [value] if quoted else [part.strip() for part in re.split(self.rule.between, text) if part.strip()]
             numbers = get_args(self.kind)[0] is int and all(part.isdecimal() for part in parts)
             return [int(part) for part in parts] if numbers else parts
         return value
+
+    def _respelt(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(self._respelt(item) for item in value)
+        return self.rule.spellings.get(value, value) if isinstance(value, str) else value
 
     def _within(self, value: float) -> bool:
         rule = self.rule
@@ -148,18 +167,31 @@ def keys(tree: type) -> dict[str, Key]:
     return found
 
 
-def flatten(tree: type, table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """A TOML table as dotted keys with their values, types checked."""
-    known, tables = keys(tree), dict(sections(tree))
+def flatten(tree: type, table: Mapping[str, Any]) -> dict[str, Any]:
+    """A TOML table as dotted keys with their values, types checked. One warning for all keys by their earlier names."""
+    renamed: dict[str, str] = {}
+    found = _flatten(tree, table, "", renamed)
+    if renamed:
+        _warn_of(renamed)
+    return found
+
+
+def _flatten(tree: type, table: Mapping[str, Any], at: str, renamed: dict[str, str]) -> dict[str, Any]:
+    known, tables, now = keys(tree), dict(sections(tree)), earlier_names(tree)
     found: dict[str, Any] = {}
     for word, value in table.items():
-        name = f"{at}.{word}".strip(".")
+        written = f"{at}.{word}".strip(".")
+        name = now.get(written, written)
+        if name in found:
+            raise ValueError(f"{name} is given twice, once by its earlier name; remove one of them")
+        if name != written:
+            renamed[written] = name
         if name in known:
             found[name] = known[name].fit(value)
         elif name not in tables:
             raise unknown(tree, name, value)
         elif isinstance(value, Mapping):
-            found |= flatten(tree, value, name)
+            found |= _flatten(tree, value, name, renamed)
         else:
             raise ValueError(_is_section(tree, name, toml(value)))
     return found
@@ -167,7 +199,10 @@ def flatten(tree: type, table: Mapping[str, Any], at: str = "") -> dict[str, Any
 
 def assignment(tree: type, text: str) -> tuple[str, Any]:
     """`key=value` as typed on the command line."""
-    name, equals, typed = (part.strip() for part in text.partition("="))
+    typed_name, equals, typed = (part.strip() for part in text.partition("="))
+    name = earlier_names(tree).get(typed_name, typed_name)
+    if name != typed_name:
+        _warn_of({typed_name: name})
     known = keys(tree)
     if not equals:
         raise ValueError(f"--set {text} has no value; write key=value, such as --set {next(iter(known))}=1")
@@ -176,6 +211,16 @@ def assignment(tree: type, text: str) -> tuple[str, Any]:
     if name not in known:
         raise unknown(tree, name, typed)
     return name, known[name].fit(known[name].parse(typed))
+
+
+def earlier_names(tree: type) -> dict[str, str]:
+    """The names that keys have now, by what earlier versions called them."""
+    return {each.rule.was: name for name, each in keys(tree).items() if each.rule.was}
+
+
+def _warn_of(renamed: Mapping[str, str]) -> None:
+    pairs = ", ".join(f"{was} is now called {now}" for was, now in renamed.items())
+    warnings.warn(f"{pairs}; earlier names are still read", RenamedKey, stacklevel=3)
 
 
 def build(tree: type, values: Mapping[str, Any], at: str = "") -> Any:

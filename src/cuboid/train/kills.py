@@ -55,7 +55,7 @@ def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Call
         data=replace(config.data, max_bytes=200_000),
         schedule=replace(config.schedule, steps=kills * KILL_EVERY + TAIL, warmup=0),
         checkpoint=CheckpointSection(every=SAVE_EVERY, keep=2),
-        restart=RestartSection(most=kills + 1),
+        restart=RestartSection(max_restarts=kills + 1),
         logging=replace(config.logging, eval_every=0, tensorboard=False, sample_tokens=0),
     )
     config.check()

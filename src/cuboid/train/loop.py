@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cuboid import data
 from cuboid.comm.collectives import from_all, from_first
-from cuboid.device import peak_memory
+from cuboid.device import be_deterministic, peak_memory
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import key_of
 from cuboid.mesh.layout import shard_of
@@ -92,12 +92,14 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.config = config
+        if config.precision.deterministic:
+            be_deterministic(world.device)
         self.corpus = corpus_of(config, warn if world.rank == 0 else lambda _: None)
         parallel, d = layout(config, config.model_config(self.corpus.vocab), world), config.data
         self.place = parallel.place(d.batch // d.micro_batches, d.seq)
         self.origin = Origin.find(Path(config.model.pretrained)) if config.model.pretrained else None
         seed = config.seed if self.origin is None else None
-        self.model = Transformer(parallel, seed, dtype, config.memory.checkpoint)
+        self.model = Transformer(parallel, seed, dtype, config.memory.recompute)
         self.corpus.check(self.model.config.vocab)
         if self.origin is not None:
             self.origin.load(self.model)
@@ -122,6 +124,8 @@ class Trainer:
         start, parts = time.perf_counter(), config.data.micro_batches
         losses = self.model.play(self.micro_batches(self.done, range(parts)), scale=self.scale.scale)
         total = torch.stack(losses).mean()
+        if self.done + 1 < config.schedule.steps:  # while the device is at work, and before the host waits for it
+            self.batches.prefetch(range((self.done + 1) * parts, (self.done + 2) * parts))
         self._begin("optimizer")
         lr = learning_rate(self.done, config.schedule, config.optimizer.lr)
         clip, optimizer = config.optimizer.clip, self.optimizer
@@ -130,11 +134,11 @@ class Trainer:
         self.updates += not applied.skipped
         if config.guard.check_every and self.done % config.guard.check_every == 0:
             check(self.model, optimizer, self.done, config.guard.check_every)
-        value, seconds = float(total), time.perf_counter() - start
+        seconds = time.perf_counter() - start
         self._begin("")
         report = StepReport(
             step=self.done,
-            loss=value,
+            loss=applied.loss,
             grad_norm=applied.norm,
             lr=lr,
             tokens_per_s=config.data.batch * config.data.seq / seconds,

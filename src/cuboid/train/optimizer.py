@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.comm.collectives import all_reduce
+from cuboid.device import upload
 from cuboid.mesh.layout import shard_of, sharded_as
 from cuboid.model.transformer import Transformer
 from cuboid.train.checkpoint import MOMENTS
@@ -76,6 +77,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Applied:
+    loss: float
     norm: float
     skipped: bool
     stop: bool  # some rank was asked to stop
@@ -99,14 +101,14 @@ def apply(
     so all ranks decide alike.
     """
     mesh, watch = model.parallel.mesh, model.parallel.mesh.watch
-    local = torch.tensor([float(stop), watch.share() if watch else 0.0], dtype=torch.float64, device=mesh.device)
-    mine = torch.cat((torch.stack((model.gradient_square(), loss.double())), local))
-    total, losses, stops, odd = all_reduce(mine, mesh.world).wait().tolist()
+    local = torch.tensor([float(stop), watch.share() if watch else 0.0], dtype=torch.float64)
+    mine = torch.cat((torch.stack((model.gradient_square(), loss.double())), upload(local, mesh.device)))
+    total, losses, stops, odd = all_reduce(mine, mesh.world).wait().tolist()  # the host waits, once a step
     if odd and watch is not None:
         watch.disagree()
-    finite = isfinite(total)
+    finite, value = isfinite(total), losses / mesh.world.size
     norm = total**0.5 / scale.scale if finite else float("nan")
-    taken = guard.admit(step, losses / mesh.world.size, norm, searching=scale.interval > 0 and scale.scale > 1)
+    taken = guard.admit(step, value, norm, searching=scale.interval > 0 and scale.scale > 1)
     if taken:
         factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         gradients = [shard_of(p.grad) for p in model.parameters() if p.grad is not None]
@@ -117,4 +119,4 @@ def apply(
         optimizer.step()
     optimizer.zero_grad()
     scale.update(not finite)
-    return Applied(norm, not taken, stops > 0)
+    return Applied(value, norm, not taken, stops > 0)

@@ -19,7 +19,8 @@ from cuboid.plan.layer import Choice, Work
 from cuboid.plan.memory import planned
 from cuboid.plan.search import shapes
 from cuboid.plan.sizes import Sizes
-from cuboid.run.launch import World, local_ranks
+from cuboid.run.launch import World
+from cuboid.run.started import local_ranks
 from cuboid.train.auto import vocab_of
 from cuboid.train.config import TrainConfig
 from cuboid.train.layout import schedule_of
@@ -55,7 +56,7 @@ def need(config: TrainConfig, apart: bool, gpu: bool = False) -> Need:
     batch = d.batch // d.micro_batches
     work = Work(model, batch, d.seq, config.precision.dtype, d.micro_batches, config.model.freeze)
     policy = Policy(m.activations, m.weights, m.head_elements)
-    choice = Choice(m.checkpoint, policy, schedule_of(config, model, apart, gpu))
+    choice = Choice(m.recompute, policy, schedule_of(config, model, apart, gpu))
     found = planned(PRESETS["h100-ndr" if gpu else "cpu"], work, cuboid, choice)  # which are NCCL's and gloo's
     return Need({each.name: int(getattr(found, each.name)[0]) for each in fields(found)})
 
@@ -88,7 +89,7 @@ def check_weights(config: ModelConfig, cuboid: Cuboid) -> None:
     """Raise if not even the weights that this host's ranks will hold, in fp32, fit into it."""
     if any_gpu():
         return
-    size = 4 * local_ranks(cuboid.ranks) * int(Sizes(config, [cuboid], 1, cuboid.x * cuboid.data, 1).parameters[0])
+    size = 4 * local_ranks(cuboid.ranks) * int(Sizes(config, [cuboid], 1, cuboid.x * cuboid.replicas, 1).parameters[0])
     if size > CLEARLY * (free := free_memory()):
         raise ValueError(
             f"the model does not fit: its weights are {gigabytes(size)} on this host, and {gigabytes(free)} are free; "
@@ -122,10 +123,13 @@ def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
             yield f"{change} {more}", changed
     k, d = config.cuboid, config.data
     model = config.model_config(config.model.vocab or vocab_of(d))
-    for data, x, y, z in shapes(model, config.cuboid_shape().ranks, d.batch // d.micro_batches):
-        if (x, y, z) != (k.x, k.y, k.z) and data <= k.data:
-            other, change = replace(config, cuboid=replace(k, data=data, x=x, y=y, z=z)), f"--cuboid {x},{y},{z}"
-            change += f" --set cuboid.data={data}" * (data != k.data)
+    for replicas, x, y, z in shapes(model, config.cuboid_shape().ranks, d.batch // d.micro_batches):
+        if (x, y, z) != (k.x, k.y, k.z) and replicas <= k.replicas:
+            other, change = (
+                replace(config, cuboid=replace(k, replicas=replicas, x=x, y=y, z=z)),
+                f"--cuboid {x},{y},{z}",
+            )
+            change += f" --replicas {replicas}" * (replicas != k.replicas)
             yield change, other
             for more, changed in _recomputed(other):
                 yield f"{change} {more}", changed
@@ -135,15 +139,15 @@ def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
 
 def _recomputed(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     levels = ("none", "selective", "full")
-    for level in levels[1 + levels.index(config.memory.checkpoint) :]:
-        memory = replace(config.memory, checkpoint=level)  # type: ignore[arg-type]
-        yield f"--set memory.checkpoint={level}", replace(config, memory=memory)
+    for level in levels[1 + levels.index(config.memory.recompute) :]:
+        memory = replace(config.memory, recompute=level)  # type: ignore[arg-type]
+        yield f"--set memory.recompute={level}", replace(config, memory=memory)
 
 
 def _in_micro_batches(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     d = config.data
-    for count in range(d.micro_batches + 1, d.batch // config.cuboid.data + 1):
-        if d.batch % (count * config.cuboid.data) == 0:
+    for count in range(d.micro_batches + 1, d.batch // config.cuboid.replicas + 1):
+        if d.batch % (count * config.cuboid.replicas) == 0:
             yield f"--set data.micro_batches={count}", replace(config, data=replace(d, micro_batches=count))
 
 

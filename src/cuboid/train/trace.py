@@ -22,7 +22,7 @@ COLOURS = {
     "x": "#2e8540",
     "y": "#1f5fa8",
     "z": "#d1700f",
-    "data": "#8a4f9e",
+    "replicas": "#8a4f9e",
     "pipe": "#b3262e",
     "world": "#999999",
 }

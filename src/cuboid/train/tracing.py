@@ -1,12 +1,13 @@
 """Steps that are traced, and the same work with the schedule off, to be drawn beside them."""
 
-import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from cuboid.comm.ledger import Ledger
+from cuboid.device import DeviceClock
 from cuboid.mesh.cuboid import AXES
 from cuboid.mesh.layout import lay, shard_of
 from cuboid.model.cuboid import CuboidParallel
@@ -34,14 +35,16 @@ class Recorder:
         self.model = model
         number, self._runner = next(iter(model.player.runners.items()))  # on a pipe, its first stage
         self.layer = len(model.split.layers(number)) // 2
-        self._begun: list[tuple[str, float]] = []
-        self._moments: list[float] = []
-        model.parallel.mesh.ledger.spans, model.player.told = [], self._told
+        self._begun: list[tuple[str, Any]] = []
+        self._moments: list[Any] = []
+        mesh = model.parallel.mesh
+        self._clock = mesh.ledger.clock = DeviceClock(mesh.device)
+        mesh.ledger.spans, model.player.told = [], self._told
         self._runner.between = self._between
 
     def begin(self, phase: str) -> None:
         """What begins now, and ends what went on; nothing if it has no name."""
-        self._begun.append((phase, time.perf_counter()))
+        self._begun.append((phase, self._clock.mark()))
 
     def _told(self, moves: Sequence[Move]) -> None:
         kinds = {move.kind for move in moves}
@@ -49,16 +52,17 @@ class Recorder:
 
     def _between(self, stage: int) -> None:
         if stage - 1 - self.layer in (0, 1):  # first is the embedding, or what arrives
-            self._moments.append(time.perf_counter())
+            self._moments.append(self._clock.mark())
 
     def end(self) -> Trace:
         mesh = self.model.parallel.mesh
         mesh.ledger.settle()
-        spans, mesh.ledger.spans = mesh.ledger.spans or [], None
+        spans, mesh.ledger.spans, mesh.ledger.clock = mesh.ledger.spans or [], None, None
         self._runner.between = self.model.player.told = None
-        phases = [Phase(name, start, stop) for (name, start), (_, stop) in pairwise(self._begun) if name]
+        begun = [(name, self._clock.read(moment)) for name, moment in self._begun]
+        phases = [Phase(name, start, stop) for (name, start), (_, stop) in pairwise(begun) if name]
         inside = [s for s in spans if any(p.start <= s.launched < p.stop for p in phases)]  # validation is not
-        return Trace(mesh.rank, inside, phases, self._moments)
+        return Trace(mesh.rank, inside, phases, [self._clock.read(moment) for moment in self._moments])
 
 
 def unscheduled(model: Transformer) -> Transformer:

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import from_first
+from cuboid.device import HostCopies
 from cuboid.model.transformer import Transformer
-from cuboid.run.launch import RunError
+from cuboid.run.errors import RunError
 from cuboid.train import manifest
 from cuboid.train.checkpoint import STATE, complete, step_of, tensors
 from cuboid.train.storage import PieceWriter
@@ -48,6 +49,7 @@ class Writer:
         self.group = dist.new_group(backend="gloo")
         mesh = model.parallel.mesh
         self._axis = Axis("checkpoint", mesh.world.size, mesh.rank, self.group)
+        self._copies = HostCopies(mesh.device)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -55,11 +57,22 @@ class Writer:
         """Copy everything now and write it, perhaps while the next steps run. A model that was never trained has no
         optimizer."""
         self.wait()
-        copies = tensors(self.model, optimizer, copy=True)
+        copies = tensors(self.model, optimizer, self._copies.launch)
+        if optimizer is not None:
+            self._before_next_step(optimizer)
         self._thread = threading.Thread(target=self._write, args=(step, copies, {"step": step, **state}))
         self._thread.start()
         if not self.background:
             self.wait()
+
+    def _before_next_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The copies are of what was there before it."""
+
+        def hold(*_: Any) -> None:
+            self._copies.hold()
+            hook.remove()
+
+        hook = optimizer.register_step_pre_hook(hold)
 
     def wait(self) -> None:
         """Until the last checkpoint is in place; raises what went wrong with it."""
@@ -80,6 +93,7 @@ class Writer:
     def _write(self, step: int, copies: dict[str, DTensor], state: dict[str, Any]) -> None:
         final, needed = self.folder / f"step-{step:08d}", sum(each.nbytes for each in copies.values())
         try:
+            self._copies.land()
             for left in reversed(range(self.attempts)):
                 free, failure = self._attempt(final, needed, copies, state)
                 if not failure:

@@ -14,6 +14,7 @@ from cuboid.plan.calibrate.fitting import fit_layers, fit_links, fit_products
 from cuboid.plan.calibrate.operations import time_operations
 from cuboid.plan.calibrate.timing import (
     Bench,
+    Scale,
     Settings,
     on_hosts,
     time_attention,
@@ -40,26 +41,26 @@ class Calibration:
 
 def calibrate(world: World, settings: Settings, name: str) -> Calibration | None:
     """On every rank; rank 0 shows its progress and returns what was found."""
-    node, cores = world.local_size, cores_shared(world)
+    node, cores, scale = world.local_size, cores_shared(world), Scale.of(world.device, settings)
     began, bench = time.perf_counter(), Bench(world, alone=not cores and not is_gpu(world.device))
     direct = not is_gpu(world.device)
     with told(world.rank == 0) as tell:
         tell("products")
-        shapes, measured = time_products(bench, settings)
+        shapes, measured = time_products(bench, scale)
         tell("copies")
-        stream = time_copy(bench)
+        stream = time_copy(bench, scale.stream)
         (per_flop, per_output, launch), product_error = fit_products(shapes, measured)
         rate = 1 / per_flop
         tell("attention")
-        attention = time_attention(bench, settings, rate)
+        attention = time_attention(bench, scale, rate)
         tell("collectives")
-        samples = time_collectives(bench, node)
+        samples = time_collectives(bench, node, scale.messages)
         tell("compute beside communication")
-        slowdown = time_processor(bench, cores) if cores else time_slowdown(bench)
+        slowdown = time_processor(bench, cores) if cores else time_slowdown(bench, scale)
         tell("real layers")
-        layers = time_layers(bench, settings)
+        layers = time_layers(bench, scale)
         tell("operations, one by one")
-        operations = {} if is_gpu(world.device) else time_operations(bench, settings, stream)
+        operations = {} if is_gpu(world.device) else time_operations(bench, scale, stream)
         tell("fitting")
     if world.rank:
         return None
@@ -70,14 +71,14 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
             link, error = fit_links(samples, kind, node, direct, stream, crossing=level == "across")
             if link is not None:
                 found[kind], errors[f"{kind} {level}"] = link, error
-    source = {"all": f"cuboid calibrate, {world.size} ranks, {settings.precision}; the peak is the rate reached"}
+    source = {"all": f"cuboid calibrate, {world.size} ranks, {scale.precision}; the peak is the rate reached"}
     source |= {level: unmeasured(level, world) for level, found in links.items() if not found}
     hardware = Hardware(
         name=name,
         node=node,
         memory=usable_memory(world.device, world.size),
-        peak={settings.precision: rate},
-        rate={settings.precision: rate},
+        peak={scale.precision: rate},
+        rate={scale.precision: rate},
         stream=stream,
         inside=links["inside"],
         across=links["across"],

@@ -21,7 +21,7 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, CuboidParallel
 from cuboid.model.transformer import Transformer
 from cuboid.plan.calibrate.fitting import fit
-from cuboid.plan.calibrate.timing import Bench, Settings
+from cuboid.plan.calibrate.timing import Bench, Scale
 from cuboid.plan.hardware import Operation
 from cuboid.plan.measure import moved, tensors
 
@@ -53,15 +53,15 @@ class Stopwatch(TorchDispatchMode):
         return made
 
 
-def time_operations(bench: Bench, settings: Settings, stream: float) -> dict[str, Operation]:
+def time_operations(bench: Bench, scale: Scale, stream: float) -> dict[str, Operation]:
     """Of steps of one layer and AdamW, on each rank alone, all at once; `stream` is of those that move too little for
     one of their own."""
     mesh = Mesh(Cuboid(), device=bench.world.device, alone=True)
-    config = settings.model.replace(layers=1)
-    parallel = CuboidParallel(config, mesh, dtype=COMPUTE[settings.precision])
+    config = scale.model.replace(layers=1)
+    parallel = CuboidParallel(config, mesh, dtype=COMPUTE[scale.precision])
     model = Transformer(parallel)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    batch = max(1, settings.tokens // config.context)
+    batch = max(1, scale.tokens // config.context)
     samples, beyond, count = list[Timed](), 0.0, 0
     for seq in (max(1, config.context // 8), config.context):
         place = parallel.place(batch, seq)

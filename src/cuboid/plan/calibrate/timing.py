@@ -1,11 +1,12 @@
 """What a machine takes, all ranks at once as in training: cores, caches and network cards are shared then too.
 
-Times are the slowest rank's, the median of a few.
+Times are the slowest rank's, the median of a few. A GPU's are of many calls between two waits for it: of one alone the
+launch and the wait would be timed.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import COLLECTIVES, Kind, from_all
-from cuboid.device import synchronize
+from cuboid.device import is_gpu, synchronize
 from cuboid.layers.attention import attend
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
@@ -26,28 +27,65 @@ from cuboid.plan.hardware import KINDS
 from cuboid.plan.layer import Work
 from cuboid.run.launch import World
 
-MESSAGES = (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24)  # bytes of the whole tensor of a collective
 REPEATS = 3
-
-
-MODEL = ModelConfig("gpt2", layers=1, hidden=512, heads=8, vocab=512, context=128)
+BUSY = 0.02  # seconds for which a GPU has calls to do between two waits
+MOST_CALLS = 200
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Products are of the model's shapes, for so many tokens a rank."""
+    """Products are of the model's shapes, for so many tokens a rank. What is left out is what suits the device."""
 
-    model: ModelConfig = MODEL
-    tokens: int = 512
-    precision: str = "fp32"
+    model: ModelConfig | None = None
+    tokens: int = 0
+    precision: str = ""
 
     def __post_init__(self) -> None:
-        if self.precision not in COMPUTE:
+        if self.precision and self.precision not in COMPUTE:
             raise ValueError(f"precision {self.precision!r} is not one of {', '.join(COMPUTE)}")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is timed: large enough to tell what the device does from what it takes to ask it to."""
+
+    model: ModelConfig
+    tokens: int
+    precision: str
+    messages: tuple[int, ...]  # bytes of the whole tensor of a collective
+    stream: int  # bytes of a tensor that is read or written: beyond any cache of a GPU
+    side: int  # of a square product beside a collective
+    beside: int  # bytes of that collective's shard
+
+    @classmethod
+    def of(cls, device: torch.device, asked: Settings) -> "Scale":
+        scale = ON_GPU if is_gpu(device) else ON_CPU
+        given = {name: value for name, value in vars(asked).items() if value}
+        return replace(scale, **given)
 
     @property
     def dtype(self) -> torch.dtype:
         return COMPUTE[self.precision] or torch.float32
+
+
+ON_CPU = Scale(
+    ModelConfig("gpt2", layers=1, hidden=512, heads=8, vocab=512, context=128),
+    512,
+    "fp32",
+    (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24),
+    1 << 22,
+    256,
+    1 << 20,
+)
+ON_GPU = Scale(
+    ModelConfig("llama", layers=1, hidden=4096, heads=32, vocab=512, context=4096, kv_heads=8, ffn=14336),
+    8192,
+    "bf16",
+    (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27, 1 << 30),
+    1 << 28,
+    4096,
+    1 << 26,
+)
 
 
 class Bench:
@@ -60,13 +98,32 @@ class Bench:
     def seconds(self, work: Callable[[], object], repeats: int = REPEATS) -> float:
         """Of one call, on the slowest rank; the median of a few, after one to warm up."""
         work()
-        found = []
+        calls, found = self._calls(work), []
         for _ in range(repeats):
-            self.meet()
-            start = self.now()
-            work()
-            found.append(max(from_all(self.now() - start, self.all)))
+            found.append(self._took(work, calls) / calls)
         return median(found)
+
+    def least(self, work: Callable[[], object], repeats: int) -> float:
+        """As `seconds`, but on this rank, and the least."""
+        work()
+        calls = self._calls(work)
+        return min(self._mine(work, calls) for _ in range(repeats)) / calls
+
+    def _took(self, work: Callable[[], object], calls: int) -> float:
+        return max(from_all(self._mine(work, calls), self.all))
+
+    def _mine(self, work: Callable[[], object], calls: int) -> float:
+        self.meet()
+        start = self.now()
+        for _ in range(calls):
+            work()
+        return self.now() - start
+
+    def _calls(self, work: Callable[[], object]) -> int:
+        """Between two waits for the device, as many on all ranks: they may be collectives."""
+        if not is_gpu(self.world.device):
+            return 1
+        return min(MOST_CALLS, max(1, round(BUSY / self._took(work, 1))))
 
     def computing(self, work: Callable[[], object]) -> float:
         """As `seconds`, of work that waits for nobody."""
@@ -93,36 +150,36 @@ class Bench:
 # Products, copies, attention
 
 
-def product_shapes(settings: Settings) -> list[tuple[int, int, int]]:
+def product_shapes(scale: Scale) -> list[tuple[int, int, int]]:
     """(m, n, k) of the model's products, whole and cut."""
-    c, m = settings.model, settings.tokens
+    c, m = scale.model, scale.tokens
     sides = [(c.q_dim, c.hidden), (c.ffn, c.hidden), (c.hidden, c.ffn)]
     found = [(m, n // cut, k) for n, k in sides for cut in (1, 4)]
     found += [(m, n, k // 4) for n, k in sides[1:]]
     return [*found, (m // 4, c.ffn, c.hidden), (c.ffn, c.hidden, m)]
 
 
-def time_products(bench: Bench, settings: Settings) -> tuple[list[tuple[int, int, int]], list[float]]:
-    dtype, device = settings.dtype, bench.world.device
-    shapes, found = product_shapes(settings), []
+def time_products(bench: Bench, scale: Scale) -> tuple[list[tuple[int, int, int]], list[float]]:
+    dtype, device = scale.dtype, bench.world.device
+    shapes, found = product_shapes(scale), []
     for m, n, k in shapes:
         a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(n, k, dtype=dtype, device=device)
         found.append(bench.computing(lambda a=a, b=b: a @ b.T))  # type: ignore[misc]
     return shapes, found
 
 
-def time_copy(bench: Bench, size: int = 1 << 22) -> float:
+def time_copy(bench: Bench, size: int) -> float:
     """Bytes a second, read and written, of a sum."""
     x, y = (torch.ones(size // 4, device=bench.world.device) for _ in range(2))
     return 3 * size / bench.computing(lambda: torch.add(x, y, out=y))
 
 
-def time_attention(bench: Bench, settings: Settings, rate: float) -> tuple[float, float]:
+def time_attention(bench: Bench, scale: Scale, rate: float) -> tuple[float, float]:
     """Share of the rate reached in forward and in backward, masked scores left out."""
-    c, s = settings.model, settings.model.context
-    b = max(1, settings.tokens // s)
+    c, s = scale.model, scale.model.context
+    b = max(1, scale.tokens // s)
     shape = (s, b, c.heads, c.head_dim)
-    dtype, device = settings.dtype, bench.world.device
+    dtype, device = scale.dtype, bench.world.device
     q, k, v = (torch.ones(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     with torch.no_grad():
         forward = bench.computing(lambda: attend(q, k, v))
@@ -146,17 +203,17 @@ class Sample:
 def talking(ranks: int, node: int) -> Iterator[Cuboid]:
     """Axes of every size, within nodes where they fit, and across."""
     for p in (n for n in range(2, ranks + 1) if ranks % n == 0):
-        orders = [("x", "z", "data", "y")] + ([("y", "x", "z", "data")] if ranks > node and p < ranks else [])
+        orders = [("x", "z", "replicas", "y")] + ([("y", "x", "z", "replicas")] if ranks > node and p < ranks else [])
         for order in orders:
             yield Cuboid(1, p, 1, ranks // p, order)
 
 
-def time_collectives(bench: Bench, node: int) -> list[Sample]:
+def time_collectives(bench: Bench, node: int, messages: Sequence[int] = ON_CPU.messages) -> list[Sample]:
     found = []
     for cuboid in talking(bench.world.size, node):
         mesh = Mesh(cuboid, bench.world.rank, bench.world.device, per_host=bench.world.local_size)
         for kind in KINDS:
-            for size in MESSAGES:
+            for size in messages:
                 part = size // 4 // (cuboid.y if kind == "all_gather" else 1)
                 x = torch.ones(max(part, cuboid.y), device=bench.world.device)
                 call: Kind = kind  # type: ignore[assignment]
@@ -166,14 +223,14 @@ def time_collectives(bench: Bench, node: int) -> list[Sample]:
     return found
 
 
-def time_slowdown(bench: Bench) -> float:
+def time_slowdown(bench: Bench, scale: Scale) -> float:
     """The share of its speed that compute loses while a collective is in flight."""
     if bench.world.size == 1:
         return 0.0
     mesh = Mesh(Cuboid(1, bench.world.size, 1), bench.world.rank, bench.world.device, per_host=bench.world.local_size)
-    x = torch.ones(1 << 18, device=bench.world.device)
+    x = torch.ones(scale.beside // 4, device=bench.world.device)
     sending = bench.seconds(lambda: COLLECTIVES["all_gather"](x, mesh.y).wait())
-    a = torch.ones(256, 256, device=bench.world.device)
+    a = torch.ones(scale.side, scale.side, dtype=scale.dtype, device=bench.world.device)
     one = bench.seconds(lambda: a @ a)
     count = max(1, round(1.5 * sending / one))
 
@@ -214,15 +271,15 @@ def on_hosts(world: World) -> list[Sample]:
 # Real layers
 
 
-def time_layers(bench: Bench, settings: Settings) -> list[tuple[Work, float]]:
+def time_layers(bench: Bench, scale: Scale) -> list[tuple[Work, float]]:
     """A forward and backward of one layer on each rank alone, of few tokens and of many."""
     found = []
     mesh = Mesh(Cuboid(), device=bench.world.device, alone=True)
-    config = settings.model.replace(layers=1)
-    parallel = CuboidParallel(config, mesh, dtype=COMPUTE[settings.precision])
+    config = scale.model.replace(layers=1)
+    parallel = CuboidParallel(config, mesh, dtype=COMPUTE[scale.precision])
     model = Transformer(parallel)
     for seq in (config.context // 8, config.context):
-        batch = max(1, settings.tokens // config.context)
+        batch = max(1, scale.tokens // config.context)
         place = parallel.place(batch, seq)
         ids = torch.zeros(seq, batch, dtype=torch.long, device=bench.world.device)
 
@@ -230,5 +287,5 @@ def time_layers(bench: Bench, settings: Settings) -> list[tuple[Work, float]]:
             model(ids, ids, place).backward()
             model.zero_grad()
 
-        found.append((Work(config, batch, seq, settings.precision), bench.computing(step)))
+        found.append((Work(config, batch, seq, scale.precision), bench.computing(step)))
     return found

@@ -66,6 +66,6 @@ class Counter:
         self.send("all_reduce", axis, whole, size, times=2)
 
     def bucket(self, size: int) -> None:
-        """Parameters added since the last bucket make one: their gradients are summed over data together."""
-        self.reduce("data", (self.cost.parameters - self._counted) // size, size)
+        """Parameters added since the last bucket make one: their gradients are summed over replicas together."""
+        self.reduce("replicas", (self.cost.parameters - self._counted) // size, size)
         self._counted = self.cost.parameters

@@ -76,9 +76,9 @@ class _CuboidStep(Counter):
         self.c, self.policy, self.recompute, self.last = config, policy, recompute, last
         self.stored, self.e, self.wide = parameter_size, compute_size, max(compute_size, 4)
         self.x, self.y, self.z = cuboid.x, cuboid.y, cuboid.z
-        along_batch = gcd(batch // cuboid.data, cuboid.x)
+        along_batch = gcd(batch // cuboid.replicas, cuboid.x)
         self.context = cuboid.x // along_batch
-        self.b = batch // cuboid.data // along_batch
+        self.b = batch // cuboid.replicas // along_batch
         unit = lcm(self.y, self.z, 2 if self.context > 1 else 1) * self.context
         self.s = round_up(seq, unit) // self.context
         self.m = self.s * self.b  # tokens of the x-slice
@@ -174,9 +174,9 @@ class _CuboidStep(Counter):
         self.scatter("x", reduced * self.x)
 
     def sum_replicas(self) -> None:
-        """The gradients of a bucket, over data together."""
+        """The gradients of a bucket, over replicas together."""
         if self.last:
-            self.reduce("data", self.in_bucket, self.stored)
+            self.reduce("replicas", self.in_bucket, self.stored)
         self.in_bucket = 0
 
     def norm_weights(self, trained: Sequence[bool]) -> list[_Weight]:
@@ -347,7 +347,7 @@ class _CuboidStep(Counter):
         if self.trained.head:
             self.scatter("x", ceil_div(vocab, self.x) * self.x * self.d)  # dW
             self.cost.saved += ceil_div(vocab, self.x) * self.d * self.stored
-        for axis in ("x", "z", "data"):
+        for axis in ("x", "z", "replicas"):
             self.reduce(axis, 2, self.wide)  # loss and count
         self.cost.saved += self.wide  # the count
 

@@ -54,7 +54,7 @@ class _OneDStep(Counter):
         super().__init__(cuboid, coordinates)
         self.c, self.y, self.sequence = config, cuboid.y, sequence
         self.stored, self.e, self.wide = parameter_size, compute_size, max(compute_size, 4)
-        self.b = batch // cuboid.data
+        self.b = batch // cuboid.replicas
         self.s = round_up(seq, cuboid.y if sequence else 1)
         self.m = self.s * self.b
         self.replicated = 0  # elements of norms and out_of biases
@@ -123,7 +123,7 @@ class _OneDStep(Counter):
         chunk = chunk_rows(self.s, 1, self.b * ceil_div(self.c.vocab, self.y), head_elements)
         for _ in range(self.s // chunk):
             self.send("all_gather", "y", 4 * chunk * self.b * self.y, self.wide)  # the parts of each row's loss
-        self.reduce("data", 2, self.wide)  # loss and count
+        self.reduce("replicas", 2, self.wide)  # loss and count
         self.cost.flops += 3 * 2 * self.m * d * vocab
 
     def sums(self) -> None:

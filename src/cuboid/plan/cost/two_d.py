@@ -50,7 +50,7 @@ class _TwoDStep(Counter):
         super().__init__(cuboid, coordinates)
         self.c, self.q = config, cuboid.y
         self.stored, self.e, self.wide = parameter_size, compute_size, max(compute_size, 4)
-        self.s, self.b = seq, batch // (cuboid.data * cuboid.x * cuboid.y)
+        self.s, self.b = seq, batch // (cuboid.replicas * cuboid.x * cuboid.y)
         self.m = self.s * self.b
         self.d = config.hidden // self.q
         self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
@@ -138,7 +138,7 @@ class _TwoDStep(Counter):
             self.visit("y", rows * d)
             self.sum_to_one("y", rows * d)  # dT
         self.send("all_gather", "z", 4 * m * self.q, self.wide)  # the parts of each row's loss
-        for axis in ("data", "x", "y"):
+        for axis in ("replicas", "x", "y"):
             self.reduce(axis, 2, self.wide)  # loss and count
         self.cost.flops += 3 * 2 * m * d * c.vocab
         self.save(m * d * self.e + self.part(c.vocab, "y") * d * self.stored + self.wide)  # dX, dT and the count

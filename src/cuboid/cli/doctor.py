@@ -1,0 +1,106 @@
+"""`cuboid doctor`: is this machine ready to train, and as fast as it should be?"""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import wrap
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from cuboid.cli.train import on_cuboid
+from cuboid.device import prepare_deterministic
+from cuboid.doctor import examine, on_rank
+from cuboid.doctor.finding import Finding
+from cuboid.plan.hardware import load as load_hardware
+from cuboid.run.errors import RunError
+from cuboid.run.launch import Pool, World, launch
+from cuboid.run.started import under_torchrun
+from cuboid.train.config import TrainConfig, load
+
+INDENT = 18  # of what a line says, behind its verdict and the name of the check
+STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="The TOML file of a run, as cuboid train takes it. The demo if left out.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
+    ] = None,
+    preset: Annotated[str, typer.Option(help="Begin with the sizes of a known model.")] = "",
+    cuboid: Annotated[
+        str, typer.Option(help="x,y,z; or auto: what cuboid plan finds fastest for as many ranks as configured.")
+    ] = "",
+    hardware: Annotated[
+        str, typer.Option(help="What links should reach: a file of cuboid calibrate, or a preset.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Examine this machine, or cluster, before the first run: versions, devices, which ranks share a host, settings
+    that hurt, memory for the configured model, room for checkpoints, the links of each axis, a step and twenty steps of
+    a small model against one device.
+
+    Each line is ok, a warning or an error, with what to do about it. Exits 0 unless there is an error, then 1. Nothing
+    is written. On a cluster: torchrun --nproc-per-node 8 … -m cuboid doctor big.toml
+    """
+    chosen = on_cuboid(load(config, overrides or [], preset), cuboid, hardware if cuboid == "auto" else "")
+    chosen.check()
+    if chosen.precision.deterministic:
+        prepare_deterministic()
+    if hardware:
+        load_hardware(hardware)  # or raise, before ranks start
+    ranks, console = chosen.cuboid_shape().ranks, Console(highlight=False, stderr=as_json)
+    if under_torchrun():
+        (ready,) = launch(on_all_stages, ranks, [chosen, hardware, as_json])
+    else:
+        began = time.monotonic()
+        with Pool(ranks) as pool:
+            found, _ = examine(
+                lambda stage: pool.run(on_rank, stage, chosen, hardware)[0], lambda each: show(each, console, as_json)
+            )
+        ready = conclude(found, time.monotonic() - began, console, as_json)
+    if not ready:
+        raise typer.Exit(1)
+
+
+def on_all_stages(world: World, config: TrainConfig, hardware: str, as_json: bool) -> bool:
+    """On a rank of torchrun's: all of them walk through the stages, and the first speaks."""
+    console, began = Console(highlight=False, quiet=world.rank != 0, stderr=as_json), time.monotonic()
+    found, error = examine(
+        lambda stage: on_rank(world, stage, config, hardware), lambda each: show(each, console, as_json)
+    )
+    ready = conclude(found, time.monotonic() - began, console, as_json) if world.rank == 0 else True
+    if error is not None:  # where it happened it is reported as any other command's is, and no argument is to blame
+        raise RunError(str(error)) if isinstance(error, ValueError) else error
+    return ready
+
+
+def show(found: Finding, console: Console, as_json: bool) -> None:
+    if as_json:
+        return
+    text = Text.assemble((f"{found.status:<8}", STYLES[found.status]), f"{found.check:<10}")
+    said = [(line, "") for line in wrap(found.said, max(console.width - INDENT, 40))]
+    said += [(line, "bold") for line in wrap(f"→ {found.remedy}", max(console.width - INDENT, 40)) if found.remedy]
+    for i, (line, style) in enumerate(said):
+        text.append(" " * INDENT * (i > 0) + line + "\n" * (i < len(said) - 1), style)
+    console.print(text, soft_wrap=True)
+    console.file.flush()  # what comes next may end this process
+
+
+def conclude(found: list[Finding], seconds: float, console: Console, as_json: bool) -> bool:
+    """Whether it is ready to train, said in the last line."""
+    errors, warnings = (sum(each.status == status for each in found) for status in ("error", "warning"))
+    if as_json:
+        counts = {"ok": not errors, "errors": errors, "warnings": warnings, "seconds": round(seconds, 1)}
+        print(json.dumps({**counts, "findings": [asdict(each) for each in found]}, indent=1))
+    else:
+        ready = "Not ready to train" if errors else "Ready to train"
+        console.print(
+            f"{ready}: {errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}; {seconds:.0f} s."
+        )
+    return not errors

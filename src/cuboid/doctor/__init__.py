@@ -1,0 +1,140 @@
+"""`cuboid doctor`: the first hour on a new machine, or cluster, in one command.
+
+Ranks say what they are and try what training will need, stage by stage; the first of them draws the conclusions. What
+fails or hangs on any rank ends the examination with an error that names it.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from cuboid.comm.collectives import from_all, from_first
+from cuboid.doctor import checks
+from cuboid.doctor.facts import facts_of, host_name
+from cuboid.doctor.finding import Finding
+from cuboid.doctor.trials import try_exactness, try_links, try_training
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.cuboid import COMPUTE, Policy
+from cuboid.plan.cost.cuboid import step_cost
+from cuboid.plan.hardware import Hardware, load
+from cuboid.run.launch import World
+from cuboid.run.watch import watched
+from cuboid.train.auto import guessed_hardware, vocab_of
+from cuboid.train.config import TrainConfig
+from cuboid.train.preflight import need, remedy
+
+PATIENCE = 120.0  # seconds for which a rank may be silent
+MOMENTS = 3  # tensors of a parameter in a checkpoint: itself, and two of AdamW's
+
+
+def look(world: World, config: TrainConfig, _: str) -> list[Finding]:
+    """What can be told without trying."""
+    mesh = Mesh(config.cuboid_shape(), world.rank, world.device, watch=world.watch, per_host=world.local_size)
+    facts = from_all(facts_of(world), mesh.world)
+    stored = _storage(world, config, mesh)
+    mesh.close()
+    if world.rank:
+        return []
+    gpu, wanted = facts[0].gpu, need(config, world.apart, facts[0].gpu)
+    free = min(each.free for each in facts) / (1 if gpu else world.local_size)
+    return [
+        checks.versions(facts),
+        checks.devices(facts, config.precision.dtype),
+        checks.topology(facts, config.cuboid_shape(), sent_by(config)),
+        *checks.settings(facts, config.precision.deterministic),
+        checks.memory(facts, wanted, remedy(config, 1 if gpu else world.local_size, free, world.apart, gpu)),
+        stored,
+    ]
+
+
+def _storage(world: World, config: TrainConfig, mesh: Mesh) -> Finding:
+    """The first rank leaves a file where checkpoints will be, and all look for it."""
+    wanted = Path(config.logging.folder or "runs").absolute()
+    folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())
+    fault, file = "", None
+    if world.rank == 0:
+        try:
+            file = NamedTemporaryFile(dir=folder, prefix=".cuboid-doctor-")  # noqa: SIM115  # gone when it is closed
+        except OSError as error:
+            fault = error.strerror or str(error)
+    path = from_first(file.name if file is not None else None, mesh.world)
+    seen = from_all((host_name(), path is None or Path(path).exists()), mesh.world)
+    if file is not None:
+        file.close()
+    model = config.model_config(config.model.vocab or vocab_of(config.data))
+    hosts = {host: all(sees for other, sees in seen if other == host) for host, _ in seen}
+    return checks.storage(str(folder), hosts, shutil.disk_usage(folder).free, 4 * MOMENTS * model.parameters, fault)
+
+
+def sent_by(config: TrainConfig) -> dict[str, int]:
+    """Bytes that the first rank sends over each axis for a micro-batch of the configured run, by formula."""
+    cuboid, d, m = config.cuboid_shape(), config.data, config.memory
+    model = config.model_config(config.model.vocab or vocab_of(d))
+    policy, compute = Policy(m.activations, m.weights, m.head_elements), COMPUTE[config.precision.dtype]
+    at, size = cuboid.coordinates(0), 4 if compute is None else compute.itemsize
+    batch = d.batch // d.micro_batches
+    return step_cost(model, cuboid, at, batch, d.seq, policy, m.recompute, 4, size).bytes()
+
+
+def on_links(world: World, config: TrainConfig, hardware: str) -> list[Finding]:
+    found = try_links(world, config.cuboid_shape(), hardware_of(hardware))
+    return found if world.rank == 0 else []
+
+
+def hardware_of(name: str) -> Hardware | None:
+    """What links are held against: what was asked for or, on a GPU, its preset. No preset is of a CPU at hand."""
+    if name:
+        return load(name)
+    try:
+        guessed, _ = guessed_hardware()
+    except ValueError:  # a GPU that has none
+        return None
+    return None if guessed.name == "cpu" else guessed
+
+
+STAGES: dict[str, Callable[[World, TrainConfig, str], list[Finding]]] = {
+    "machine": look,
+    "links": on_links,
+    "exactness": lambda world, config, _: try_exactness(world, config.cuboid_shape()),
+    "training": lambda world, config, _: try_training(world, config),
+}
+
+
+def on_rank(world: World, stage: str, config: TrainConfig, hardware: str) -> list[Finding]:
+    """A stage, on every rank; the first one's findings count."""
+    with watched(world.rank, world.size, PATIENCE) as watch:
+        if watch is not None:
+            watch.step = 1  # from here on no rank may be silent
+        return STAGES[stage](replace(world, watch=watch), config, hardware)
+
+
+def examine(
+    ask: Callable[[str], list[Finding]], tell: Callable[[Finding], None]
+) -> tuple[list[Finding], Exception | None]:
+    """All stages, one after the other, as `ask` has them run; each finding is told as it comes. A stage that fails is
+    the last, as ranks are not to be trusted then; what it raised is returned too."""
+    found = list[Finding]()
+
+    def add(findings: Iterable[Finding]) -> None:
+        for each in findings:
+            found.append(each)
+            tell(each)
+
+    names = list(STAGES)
+    for i, name in enumerate(names):
+        try:
+            add(ask(name))
+        except Exception as error:
+            add([failed(name, error, names[i + 1 :])])
+            return found, error
+    return found, None
+
+
+def failed(stage: str, error: Exception, left: list[str]) -> Finding:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    said = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1].strip()}"
+    untried = f"; not tried: {', '.join(left)}" if left else ""
+    remedy = "repeat it with NCCL_DEBUG=WARN, and with fewer ranks, to see which of them it is"
+    return Finding(stage, "error", f"{said}{untried}", remedy, {"error": str(error)})

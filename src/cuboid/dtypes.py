@@ -1,0 +1,25 @@
+"""Number formats by name: ours, and what others call them."""
+
+from collections.abc import Iterable
+
+#: Other spellings of a format's name.
+SPELLINGS = {
+    "float64": "fp64",
+    "double": "fp64",
+    "f64": "fp64",
+    "float32": "fp32",
+    "float": "fp32",
+    "f32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "f16": "fp16",
+}
+
+
+def known(name: str, choices: Iterable[str]) -> str:
+    """A format that a person has named, as we call it; raise if it is none of `choices`."""
+    choices, found = list(choices), SPELLINGS.get(name.lower().removeprefix("torch."), name.lower())
+    if found not in choices:
+        raise ValueError(f"--dtype {name} is not one of {', '.join(choices)}")
+    return found

@@ -1,0 +1,190 @@
+"""What is done on a GPU alone, against a pretended one that notes what it is told, in which order."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import on, tiny, write_text
+from torch import Tensor
+
+from cuboid import device
+from cuboid.comm.axis import Axis
+from cuboid.comm.flight import Launched
+from cuboid.comm.ledger import Ledger
+from cuboid.device import DeviceClock, HostCopies, upload
+from cuboid.run.launch import World
+from cuboid.train import writer
+from cuboid.train.config import TrainConfig
+from cuboid.train.loop import Trainer
+from cuboid.train.writer import Writer
+
+GPU = torch.device("cuda", 0)
+
+
+class Told(list[str]):
+    """What the pretended GPU was told. Its clock, in ms, is not the host's."""
+
+    now = 0.0
+
+
+class Event:
+    def __init__(self, told: Told, name: str = "event") -> None:
+        self.told, self.name, self.time = told, name, told.now
+
+    def record(self) -> None:
+        self.time = self.told.now
+
+    def synchronize(self) -> None:
+        self.told.append(f"host waits for {self.name}")
+
+    def elapsed_time(self, other: "Event") -> float:
+        return other.time - self.time
+
+
+class Stream:
+    def __init__(self, told: Told, name: str) -> None:
+        self.told, self.name = told, name
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.told.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.told.append(f"{self.name} waits for {event.name}")
+
+    def record_event(self) -> Event:
+        return Event(self.told, "copies")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    log = Told()
+
+    @contextmanager
+    def stream(entered: Stream) -> Iterator[None]:
+        log.append(f"in {entered.name}")
+        yield
+        log.append(f"out of {entered.name}")
+
+    class Locked(Tensor):
+        def copy_(self, x: Tensor, non_blocking: bool = False) -> Tensor:
+            log.append("copied" if non_blocking else "copied, host waits")
+            return super().copy_(x)
+
+    def page_locked(like: Tensor) -> Tensor:
+        log.append("page-locked memory")
+        return torch.empty(like.shape, dtype=like.dtype).as_subclass(Locked)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream(log, "side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(log, "main"))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(log))
+    monkeypatch.setattr(device, "page_locked", page_locked)
+    return log
+
+
+def test_host_copies_leave_host_and_main_stream_at_work(told: Told) -> None:
+    copies, x = HostCopies(GPU), torch.ones(3)
+    copies.hold()
+    copies.land()
+    assert told == []  # nothing to wait for yet
+    found = copies.launch({"x": x})
+    assert told == ["side waits for main", "in side", "page-locked memory", "copied", "out of side"]
+    told.clear()
+    copies.hold()
+    copies.land()
+    assert told == ["main waits for copies", "host waits for copies"]
+    again = copies.launch({"x": 2 * x})
+    assert "page-locked memory" not in told  # the same is used again
+    assert again["x"] is found["x"]
+    assert again["x"].tolist() == [2, 2, 2]
+
+
+def test_host_copies_on_cpu_are_there_at_once() -> None:
+    x = torch.ones(3)
+    found = HostCopies(torch.device("cpu")).launch({"x": x})["x"]
+    x.zero_()
+    assert found.tolist() == [1, 1, 1]
+
+
+def test_upload_goes_through_page_locked_memory_without_waiting(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Any]()
+    monkeypatch.setattr(Tensor, "to", lambda x, *where, **how: asked.append((where, how)) or x)
+    upload(torch.ones(2), GPU)
+    assert told[0] == "page-locked memory"
+    assert asked == [((GPU,), {"non_blocking": True})]
+
+
+def writes(world: World, config: TrainConfig, folder: Path) -> list[str]:
+    """The order in which a checkpoint of a run is copied, held and written."""
+    seen = list[str]()
+
+    class Copies(HostCopies):
+        def launch(self, tensors: Any) -> dict[str, Tensor]:
+            seen.append("launch")
+            return super().launch(tensors)
+
+        def hold(self) -> None:
+            seen.append("hold")
+
+        def land(self) -> None:
+            seen.append("land")
+
+    before, writer.HostCopies = writer.HostCopies, Copies  # type: ignore[misc]
+    try:
+        trainer = Trainer(config, world)
+        saving = Writer(folder, trainer.model, 1, background=False)
+    finally:
+        writer.HostCopies = before  # type: ignore[misc]
+    trainer.optimizer.register_step_post_hook(lambda *_: seen.append("update"))
+    trainer.step()
+    for _ in range(2):
+        saving.save(trainer.done, trainer.optimizer, trainer.state())
+        trainer.step()
+        trainer.step()
+    return seen
+
+
+def test_writer_holds_next_update_alone_until_copies_are_made(tmp_path: Path, pool) -> None:
+    config = tiny(write_text(tmp_path), *on("1,1,1"))
+    (seen,) = pool(1).run(writes, config, tmp_path / "saved")
+    assert seen == ["update", *["launch", "land", "hold", "update", "update"] * 2]
+
+
+class Work:
+    def wait(self) -> None:
+        pass
+
+
+def test_spans_and_phases_are_read_from_one_clock(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host launches at once what the device comes to seconds later: both must be told by the device's clock."""
+    monkeypatch.setattr(device, "any_gpu", lambda: True)
+    clock = DeviceClock(GPU)
+    ledger = Ledger()
+    ledger.spans, ledger.clock = [], clock
+    began = clock.mark()
+    told.now = 4000.0  # the device is at work for four seconds, the host launches meanwhile
+    span = ledger.launched("y", "all_gather", 8)
+
+    class Timed:
+        def stamp(self, *_: Any) -> device.Stamps:
+            return device.Stamps()
+
+    flight = Launched([Work()], lambda: torch.ones(1), span, Axis("y", 2, 0, ledger=ledger, transport=Timed()))  # type: ignore
+    told.now = 5000.0
+    flight.wait()
+    ended = clock.mark()
+    ledger.settle()
+    start, stop = clock.read(began), clock.read(ended)
+    assert stop - start == pytest.approx(5)
+    assert span.launched - start == pytest.approx(4)
+    assert span.waited - start == pytest.approx(5)
+    assert start <= span.launched <= span.waited <= span.landed <= stop
+
+
+def test_device_clock_on_cpu_is_the_hosts() -> None:
+    clock = DeviceClock(torch.device("cpu"))
+    a, b = clock.mark(), clock.mark()
+    assert clock.read(a) <= clock.read(b)
