@@ -22,7 +22,7 @@ from cuboid.plan.explain import corner, gigabytes, limit, nothing_fits, why
 from cuboid.plan.layer import ITEMSIZE, Choice, Work
 from cuboid.plan.plot import draw
 from cuboid.plan.published import Line, published
-from cuboid.plan.search import Plan, Ranking, rank
+from cuboid.plan.search import Plan, Ranking, rank, timeline
 from cuboid.plan.source import model as load_model
 from cuboid.train.auto import vocab_of
 from cuboid.train.config import TrainConfig
@@ -65,7 +65,7 @@ def plan(
         str, typer.Option(help="A pattern of the parameters that are not trained; a TOML's or run's if left out.")
     ] = "",
     explain: Annotated[
-        str, typer.Option(metavar="X,Y,Z", help="All about one cuboid, such as 2,2,2 or '2,2,2 replicas=2'.")
+        str, typer.Option(metavar="X,Y,Z", help="All about one cuboid, such as 2,2,2 or '2,2,2 pipe=2'.")
     ] = "",
     top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 10,
     dry: Annotated[bool, typer.Option("--dry-run", help="Run the model's code of one rank and count.")] = False,
@@ -118,10 +118,9 @@ def plan(
     counted = None
     first = ranking.plans[0]
     if dry:
-        backend = "gloo" if hw.direct else "nccl"
-        counted = compare(dry_run(work, first.cuboid, first.choice, backend=backend), first, work)
+        counted = dry_runs(work, first, "gloo" if hw.direct else "nccl")
     if as_json:
-        print(json.dumps(export(ranking, counted), indent=1))
+        print(json.dumps(export(ranking, counted, timeline(work, first) if only and first.places else []), indent=1))
     else:
         show(ranking, console, top, only)
         if counted is not None:
@@ -131,6 +130,16 @@ def plan(
             Console(stderr=as_json).print(str(path.absolute()), soft_wrap=True, highlight=False)
     if counted is not None and not all(each.ok for each in counted):
         raise typer.Exit(1)
+
+
+def dry_runs(work: Work, plan: Plan, backend: str) -> list[Comparison]:
+    """Of the first rank, or of the first of every place of a pipeline."""
+    found, cuboid = [], plan.cuboid
+    for place in range(cuboid.pipe):
+        rank = cuboid.rank(cuboid.coordinates(0) | {"pipe": place})
+        lines = compare(dry_run(work, cuboid, plan.choice, rank, backend), plan, work, rank)
+        found += [replace(each, what=f"place {place}: {each.what}") for each in lines] if plan.places else lines
+    return found
 
 
 def configured(name: str, seq: int) -> TrainConfig | None:
@@ -234,7 +243,8 @@ def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> T
             f"{axis} {s / plan.seconds:.0%}" for axis, s in plan.exposed.items() if s > 0.005 * plan.seconds
         )
         cells = [name] if named else []
-        cells += [str(plan.cuboid), inner(plan.cuboid), described(plan.choice), f"{plan.seconds:.4g} s"]
+        again = described(plan.choice) + (f", {plan.choice.schedule.pipeline}" if plan.places else "")
+        cells += [str(plan.cuboid), inner(plan.cuboid), again, f"{plan.seconds:.4g} s"]
         cells += [quantity(ranking.tokens_per_second(plan)), f"{ranking.mfu(plan):.1%}", waits or "–"]
         table.add_row(*cells, gigabytes(plan.peak), held)
     table.caption = "of which: parameters + gradients + optimizer + activations + buffers; kept: gathered X, W"
@@ -254,11 +264,24 @@ def _explain(ranking: Ranking, console: Console) -> None:
             traffic.add_row(axis, *cells, f"{plan.exposed[axis]:.4g} s")
     console.print(table)
     console.print(traffic)
+    if plan.places:
+        console.print(_places(plan))
     console.print(f"Its limit is {limit(plan)}.", highlight=False)
     figures = Table("figures", "from", title=f"Hardware {escape(ranking.hardware.name)}", title_justify="left")
     for names, source in ranking.hardware.source.items():
         figures.add_row(escape(names), escape(source))
     console.print(figures)
+
+
+def _places(plan: Plan) -> Table:
+    title = f"Places of the pipe: {plan.choice.schedule.pipeline}, {plan.bubble:.1%} of the step idle"
+    columns = ["place", "blocks", "forward", "backward", "idle in a step", "memory", "of which"]
+    table = Table(*columns, title=title, title_justify="left")
+    for i, each in enumerate(plan.places):
+        cells = " + ".join(map(str, each.blocks)), f"{each.forward:.4g} s", f"{each.backward:.4g} s"
+        held = "+".join(f"{size / 1e9:.3g}" for size in each.memory.values())
+        table.add_row(str(i), *cells, f"{each.idle:.4g} s", gigabytes(each.peak), held)
+    return table
 
 
 def show_dry(counted: Sequence[Comparison], plan: Plan, console: Console) -> None:
@@ -281,7 +304,9 @@ def show_published(lines: Sequence[Line], console: Console, as_json: bool) -> No
     console.print(table)
 
 
-def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, Any]:
+def export(
+    ranking: Ranking, counted: Sequence[Comparison] | None, timeline: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     def row(plan: Plan) -> dict[str, Any]:
         return {
             "cuboid": plan.cuboid.sizes,
@@ -290,6 +315,11 @@ def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, 
             "activations": plan.choice.policy.activations,
             "weights": plan.choice.policy.weights,
             "sub_batches": plan.choice.schedule.parts,
+            "pipeline": plan.choice.schedule.pipeline if plan.places else None,
+            "stages": plan.choice.schedule.stages,
+            "split": plan.choice.schedule.split,
+            "bubble": plan.bubble,
+            "places": [asdict(place) | {"peak": place.peak} for place in plan.places],
             "seconds": plan.seconds,
             "tokens_per_second": ranking.tokens_per_second(plan),
             "mfu": ranking.mfu(plan),
@@ -315,6 +345,8 @@ def export(ranking: Ranking, counted: Sequence[Comparison] | None) -> dict[str, 
         "plans": [row(plan) for plan in ranking.plans],
         "corners": {name: row(plan) if plan else None for name, plan in ranking.corners.items()},
     }
+    if timeline:
+        found["timeline"] = timeline
     if counted is not None:
         found["dry_run"] = [asdict(each) | {"ok": each.ok} for each in counted]
     return found

@@ -223,6 +223,8 @@ def _changed(hw: Hardware, given: dict[str, str]) -> Hardware:
     changes: dict[str, Any] = {name: figure(name) for name in ("stream", "launch", "memory") if name in given}
     if "node" in given:
         changes["node"] = int(figure("node"))
+    if given.get("uplink") and "group" in given:  # else Links says what is missing
+        changes |= {"group": int(figure("group")), "uplink": bits_per_second(given["uplink"]) / 8}
     for level, name in (("inside", "inside"), ("across", "between")):
         if name in given:
             known = getattr(hw, level)

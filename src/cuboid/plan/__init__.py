@@ -5,6 +5,7 @@ time       seconds of a product, of attention, of memory traffic, of a collectiv
 tape       a clock, the links and what is in flight: a schedule played on them
 shared     … where ranks share cores
 step       a training step as the model plays it
+pipeline   … of a pipeline of cuboids: its split, its schedule, what each place holds
 memory     what is alive at the fullest moments of a step
 search     every candidate, ranked
 explain    why the first is first; what binds where nothing fits

@@ -28,12 +28,12 @@ NEAR = 0.1  # how far the peak, which has no exact formula, may be from the plan
 
 @dataclass(frozen=True)
 class Counted:
-    """Of a forward and backward of one rank."""
+    """Of a forward and backward of one rank; on a pipe, of all micro-batches of a step."""
 
     counts: dict[str, dict[str, tuple[int, int]]]  # (calls, bytes) per axis and collective
     flops: int
     parameters: int  # bytes
-    saved: int
+    saved: int | None  # on a pipe several micro-batches' are alive
     peak: int  # AdamW's moments included, and where there are micro-batches the gradients of those before
 
 
@@ -52,14 +52,12 @@ class Comparison:
 
 
 def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: str = "gloo") -> Counted:
-    """Of one micro-batch, all ranks on one host."""
+    """Of one micro-batch or, on a pipe, of a step's; all ranks on one host."""
     if cuboid.ranks > MOST_RANKS:
         raise ValueError(f"a dry run of {cuboid.ranks} ranks is beyond {MOST_RANKS}; choose fewer devices")
     if not 0 <= rank < cuboid.ranks:
         raise ValueError(f"rank {rank} is not one of the {cuboid.ranks} ranks of {cuboid}")
     work.config.check(cuboid, work.batch, work.seq)
-    if cuboid.pipe > 1:
-        raise ValueError(f"a dry run is of one stage, but pipe={cuboid.pipe}; use pipe=1, or cuboid verify --pipe")
     found: Counted = silently(_count, rank, cuboid.ranks, work, cuboid, choice, backend=backend)
     return found
 
@@ -74,25 +72,33 @@ def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
         place = parallel.place(work.batch, work.seq)
         ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
         at = At(place, ids)
+        saved, piped = None, cuboid.pipe > 1
         with Memory(model) as memory:  # steps of their own: the FLOP counter holds on to tensors
-            loss = model(ids, ids, place)
-            saved = memory.saved(loss)
-            loss.backward()
-            model.zero_grad()
-            model.play([(ids, at)] * min(work.micro_batches, 3))  # the second finds the gradients of the first
+            if not piped:
+                loss = model(ids, ids, place)
+                saved = memory.saved(loss)
+                loss.backward()
+                model.zero_grad()
+            # the second finds the gradients of the first
+            model.play([(ids, at)] * (work.micro_batches if piped else min(work.micro_batches, 3)))
         model.zero_grad()
         mesh.ledger.reset()
         with count_flops() as flops:
-            model(ids, ids, place).backward()
+            if piped:
+                model.play([(ids, at)] * work.micro_batches)
+            else:
+                model(ids, ids, place).backward()
         sizes = {p: shard_of(p).nbytes for p in model.parameters()}
     moments = 2 * sum(size for p, size in sizes.items() if p.requires_grad)
     total = flops.get_total_flops()
     return Counted(mesh.ledger.counts(), total, sum(sizes.values()), saved, memory.peak + moments)
 
 
-def compare(counted: Counted, plan: Plan, work: Work) -> list[Comparison]:
-    """What was counted on rank 0 against the plan."""
-    cost = plan.cost(work)
+def compare(counted: Counted, plan: Plan, work: Work, rank: int = 0) -> list[Comparison]:
+    """What was counted on a rank, one that has the largest shards of its place, against the plan."""
+    cost, held = plan.cost(work, rank), plan.memory
+    if plan.places:
+        held = plan.places[plan.cuboid.coordinates(rank)["pipe"]].memory
     planned, found = cost.counts(), []
     for axis in sorted(counted.counts.keys() | planned.keys()):
         for kind in sorted(counted.counts.get(axis, {}).keys() | planned.get(axis, {}).keys()):
@@ -102,7 +108,8 @@ def compare(counted: Counted, plan: Plan, work: Work) -> list[Comparison]:
                 for what, a, b in zip(("calls", "bytes"), ours, theirs, strict=True)
             ]
     found.append(Comparison("FLOPs", counted.flops, cost.flops, True))
-    found.append(Comparison("bytes of parameters", counted.parameters, plan.memory["parameters"], True))
-    found.append(Comparison("bytes saved for backward", counted.saved, cost.saved, True))
-    found.append(Comparison("bytes at the peak", counted.peak, plan.peak, False))
+    found.append(Comparison("bytes of parameters", counted.parameters, held["parameters"], True))
+    if counted.saved is not None:
+        found.append(Comparison("bytes saved for backward", counted.saved, cost.saved, True))
+    found.append(Comparison("bytes at the peak", counted.peak, sum(held.values()), False))
     return found

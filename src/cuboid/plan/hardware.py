@@ -85,6 +85,8 @@ class Hardware:
     cores: CountOrNone = 0  # that all ranks share, being more; slowdown is then the processor's share of a collective
     wire: SpeedOrNone = 0.0  # with cores: bytes of a host's link. 0: nothing holds the ranks back but their cores
     operations: dict[str, Operation] = field(default_factory=dict)  # by PyTorch's name, of those measured one by one
+    group: CountOrNone = 0  # nodes that share a link to all others; 0: there are no such groups
+    uplink: SpeedOrNone = 0.0  # with a group: bytes of that link, one way
     source: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,6 +95,11 @@ class Hardware:
             raise ValueError(
                 f"hardware {self.name!r} has rates of {_listed(self.rate)} and peaks of {_listed(self.peak)}; it must "
                 "have at least one rate, and a peak for each"
+            )
+        if bool(self.group) != bool(self.uplink):
+            raise ValueError(
+                f"hardware {self.name!r} has group={self.group} and uplink={self.uplink:g}; give both, nodes behind "
+                "one link and its bytes a second, or neither"
             )
         for level in ("inside", "across"):
             found = getattr(self, level)

@@ -111,6 +111,8 @@ class TimedLayer:
             sides = {1: (m, n_j, k_i), 2: (m, k_i, n_j), 3: (n_j, k_i, m)}[equation]
             seconds = out.blocks * k_blocks * self.tape.prices.product(*sides)
             self.tape.compute("products", seconds * (n > 0))
+            if equation == 3:
+                self.tape.dW += seconds * (n > 0)
             self.tape.flops += 2 * m * n * k
 
     def product(self, k: Array, outs: Sequence[Outputs], k_axis: str, n_axis: str, k_blocks: Array | int = 1) -> Steps:

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.freeze import Trained
 from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.operands import Operands
-from cuboid.plan.sizes import Sizes, Weight, added
+from cuboid.plan.sizes import WHOLE, Segment, Sizes, Weight, added
 from cuboid.plan.time import Array
 from cuboid.step.weights import MOST_IN_FLIGHT
 
@@ -47,10 +48,10 @@ class Footprint:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array) -> Footprint:
-    """`saved` is what a forward leaves for backward, all layers' and the head's."""
-    held = _Moments(hw, work, sizes, choice, saved)
-    parameters, trained = sizes.parameters * STORED, held.gradients()
+def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array, segment: Segment = WHOLE) -> Footprint:
+    """`saved` is what a forward leaves for backward, all layers' and the head's, or those of a stage."""
+    held = _Moments(hw, work, sizes, choice, saved, segment)
+    parameters, trained = sizes.elements(Trained(work.config), segment) * STORED, held.gradients()
     earlier = trained if work.micro_batches > 1 else np.zeros_like(trained)
     found = [(np.maximum(gradients, earlier), *others) for gradients, *others in held.moments()] + [held.replicas()]
     if choice.schedule.beside and work.micro_batches > 1:
@@ -80,7 +81,8 @@ class _Moments(Operands):
         layers = [moment for j in self.chosen() for moment in (self.inside(j), self.between(j))]
         ends = [self.lookup(), self.table()] if self.tables() else []
         below = [self.forward()] if self.lowest else []
-        return [self.head(), self.scaled(), *layers, *ends, *below]
+        head = [self.head(), self.scaled()] if self.segment.ends else []
+        return [*head, *layers, *ends, *below]
 
     def chosen(self) -> list[int]:
         """Layers, counted from the last, among whom the fullest is: any, where some are frozen."""
@@ -120,7 +122,7 @@ class _Moments(Operands):
 
     def head(self) -> Moment:
         s, parts, w = self.s, self.parts, self.s.head_weight
-        last = self.gathered * (self.kept == 0) * self.choice.schedule.prefetch
+        last = self.gathered * (self.kept == 0) * self.choice.schedule.prefetch * self.segment.whole
         held = self.kept * self.backward + last * (self.backward > 0) + self.behind(MOST_IN_FLIGHT)
         one, dW = self.narrow // parts, self.trained.head * w.n * w.k * self.wide
         others = (parts - 1) * self.scattered(s.y, one)  # dX of other sub-batches, on its way
@@ -162,15 +164,16 @@ class _Moments(Operands):
     def scaled(self) -> Moment:
         """The gradient of the head's weight times dloss; without a tied embedding's it is summed over replicas."""
         copies = np.where((self.s.replicas > 1) & (not self.c.tied) & (self.micro_batches == 1), 2, 1)
-        last = self.gathered * self.choice.schedule.prefetch * (self.backward > 0)
+        last = self.gathered * self.choice.schedule.prefetch * (self.backward > 0) * self.segment.whole
         held = np.where(self.kept > 0, self.kept * self.backward, last) + self.behind(MOST_IN_FLIGHT)
         return self.none(), self.saved, held + copies * self.head_dW
 
     def behind(self, count: int) -> Array:
         """The last `count` sums over x of the micro-batch before, on their way until others follow them: the tables',
         and the first layers' where there are fewer."""
-        tables = [self.padded(w) for w, trained in zip(self.s.tables, self.trained.tables(), strict=True) if trained]
+        tables = [self.padded(w) for w in self.tables()]
         layers = [self.reduced(self.block(j)) for j in range(self.backward, 0, -1) if self.block(j)]
+        layers *= self.choice.schedule.stages  # of a place
         last = added([self.none(), *[*tables[::-1], *layers][:count]])
         return self.apart * (self.micro_batches > 1) * self.way * last
 
@@ -190,7 +193,8 @@ class _Moments(Operands):
         """Weights on the way for the next layer, or kept for all that are left, and gradients of those before."""
         coming = self.coming * (j < self.backward) * self.choice.schedule.prefetch
         held = np.where(self.kept > 0, self.kept * (self.backward - j), coming)
-        before = self.behind(1) if j == 1 else 0  # the last norm's are behind those of the table
+        # what the micro-batch before has on its way still; the last norm's are behind them
+        before = self.behind(max(MOST_IN_FLIGHT - self.segment.ends - (j - 1), 0))
         return held + before + self.apart * self.way * self.flying(j - 1)
 
     def flying(self, j: int) -> Array:
@@ -240,11 +244,12 @@ class _Moments(Operands):
     # The embedding
 
     def gradients(self) -> Array:
-        return self.s.elements(self.trained) * STORED
+        return self.s.elements(self.trained, self.segment) * STORED
 
     def tables(self) -> list[Weight]:
-        """Those that are trained."""
-        return [w for w, trained in zip(self.s.tables, self.trained.tables(), strict=True) if trained]
+        """Those that are trained, of the stage that has them."""
+        tables = zip(self.s.tables, self.trained.tables(), strict=True)
+        return [w for w, trained in tables if trained and self.segment.embeds]
 
     def others(self) -> Array:
         """Gradients but the tables' and those on their way; a tied table's of the head is one of them."""

@@ -3,7 +3,7 @@
 Each method of a moment says what is held besides the activations saved, less those that are released by then.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,15 +12,19 @@ from cuboid.comm.transport.gloo import Gloo
 from cuboid.model.freeze import Trained
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
-from cuboid.plan.sizes import Sizes, Weight, added
+from cuboid.plan.sizes import WHOLE, Segment, Sizes, Weight, added
 from cuboid.plan.time import Array
 
 
 class Operands:
-    """Sizes in bytes of a candidate's rank; `saved` is what a forward leaves for backward."""
+    """Sizes in bytes of a candidate's rank, or of its stage; `saved` is what a forward leaves for backward."""
 
-    def __init__(self, hw: Hardware, work: Work, s: Sizes, choice: Choice, saved: Array) -> None:
-        self.c, self.s, self.choice, self.saved = work.config, s, choice, saved
+    def __init__(
+        self, hw: Hardware, work: Work, s: Sizes, choice: Choice, saved: Array, segment: Segment = WHOLE
+    ) -> None:
+        self.c, self.s, self.choice, self.saved, self.segment = work.config, s, choice, saved, segment
+        self._shards: dict[frozenset[str], Array] = {}
+        self._reduced: dict[frozenset[str], Array] = {}
         self.e, self.micro_batches, self.parts = ITEMSIZE[work.precision], work.micro_batches, choice.schedule.parts
         self.wide, self.low = max(self.e, 4), self.e < 4
         self.g = self.wide if self.parts > 1 else self.e  # a weight's gradient: sub-batches add up in fp32
@@ -41,11 +45,11 @@ class Operands:
         self.coming = np.where(self.apart, self.whole + sent, self.low * self.whole)  # a layer's, on their way
         rows = self.m // s.y
         self.dX = rows * s.d * self.e  # the residual stream, or its gradient
-        below = self.trained.lowest <= work.config.layers + 1  # the head: something is trained
-        self.head_dW = self.trained.head * s.head_weight.shard * STORED
+        below = segment.ends and self.trained.lowest <= work.config.layers + 1  # the head: something is trained
+        self.head_dW = segment.ends * self.trained.head * s.head_weight.shard * STORED
         self.head_saved = below * self.dX + self.head_dW
         norm = below * (self.dX + rows * (1 + self.c.norm_bias) * self.wide)  # the last one's
-        self.layer = (saved - self.head_saved - norm - self.wide) // max(self.backward, 1)
+        self.layer = (saved - self.head_saved - norm - segment.ends * self.wide) // max(self.backward, 1)
         self.moved = self.apart | (self.e < STORED)  # whole weights are tensors of their own, no parameters
         alone = [w.shard * self.e >= Transport.least_alone for w in weights]
         self.small = self.packed(weights)
@@ -64,13 +68,18 @@ class Operands:
         """Whether the weight of any of these is trained in the layer at hand: its X is kept and gathered again then."""
         return any(f"{name}.weight" in self.of_block for name in linears)
 
-    def shard(self, block: Collection[str]) -> Array:
+    def shard(self, block: frozenset[str]) -> Array:
         """The gradients of a block's shards."""
-        return added([np.zeros_like(self.s.x), *(w.shard for w in self.s.trained(block))]) * STORED
+        if block not in self._shards:
+            self._shards[block] = added([np.zeros_like(self.s.x), *(w.shard for w in self.s.trained(block))]) * STORED
+        return self._shards[block]
 
-    def reduced(self, block: Collection[str]) -> Array:
+    def reduced(self, block: frozenset[str]) -> Array:
         """The gradients of a block's weights on their way over x."""
-        return added([np.zeros_like(self.s.x), *(w.n * w.k for w in self.s.trained(block))]) * self.e
+        if block not in self._reduced:
+            whole = added([np.zeros_like(self.s.x), *(w.n * w.k for w in self.s.trained(block))])
+            self._reduced[block] = whole * self.e
+        return self._reduced[block]
 
     def padded(self, w: Weight) -> Array:
         """A weight gathered over x, or its gradient packed: every part as long as the longest."""
@@ -78,7 +87,7 @@ class Operands:
 
     def copies(self, axis: str, part: Array) -> Array:
         """What gloo sends of a small part that is gathered: a copy for each rank."""
-        ranks, inside = self.s.groups[axis]
+        ranks, inside, _ = self.s.groups[axis]
         return self.copying * (ranks > 2) * (inside == ranks) * (part < Gloo.least_alone) * ranks * part
 
     def received(self, axis: Array) -> Array:

@@ -6,7 +6,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cuboid.plan.search import Plan, Ranking, rank
+from cuboid.plan.layer import Work
+from cuboid.plan.search import Plan, Ranking, rank, timeline
 
 MOST_BARS = 10
 OTHER = "copies and sums"
@@ -22,6 +23,7 @@ COLOURS = {
     "waiting for y": "#e07b1a",
     "waiting for z": "#c0392b",
     "waiting for replicas": "#8a4f9e",
+    "waiting for pipe": "#5c3a21",
     "parameters": "#1f5fa8",
     "gradients": "#6aa0d8",
     "activations": "#e07b1a",
@@ -47,12 +49,36 @@ def draw(ranking: Ranking, folder: Path) -> list[Path]:
     figure.suptitle(f"{what}: {ranking.hardware.name} × {ranking.devices}", x=0.01, ha="left")
     over = Figure(figsize=(9, 5), layout="constrained")
     _map(over.subplots(), ranking)
-    paths = []
-    for name, each in (("plan", figure), ("plan-map", over)):
+    paths, figures = [], {"plan": figure, "plan-map": over}
+    if bars[0].places:
+        figures["plan-pipeline"] = Figure(figsize=(13, 1.5 + 0.4 * len(bars[0].places)), layout="constrained")
+        _timeline(figures["plan-pipeline"].subplots(), ranking.work, bars[0])
+    for name, each in figures.items():
         for kind in ("png", "svg"):
             paths.append(folder / f"{name}.{kind}")
             each.savefig(paths[-1], dpi=130)
     return paths
+
+
+def _timeline(axes: Axes, work: Work, plan: Plan) -> None:
+    """A line for every place of a pipe: its moves, by micro-batch."""
+    colours = {"F": "#6aa0d8", "B": "#2e8540", "W": "#f2b134"}
+    names = {"F": "forward", "B": "backward", "W": "weight gradients"}
+    drawn: set[str] = set()
+    for each in timeline(work, plan):
+        kind, width = each["move"], each["end"] - each["start"]
+        label = None if kind in drawn else names[kind]
+        drawn.add(kind)
+        style = {"color": colours[kind], "edgecolor": "white", "linewidth": 0.5}
+        axes.barh(each["place"], width, left=each["start"], height=0.8, label=label, **style)
+        if len(plan.places) * work.micro_batches <= 256:
+            axes.text(each["start"] + width / 2, each["place"], each["micro_batch"], ha="center", va="center", size=7)
+    axes.set_yticks(range(len(plan.places)), [f"place {i}" for i in range(len(plan.places))])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.legend(loc="upper right", ncols=3, frameon=False, bbox_to_anchor=(1, 1.15))
+    axes.set_title(f"{plan.cuboid}, {plan.choice.schedule.pipeline}: {plan.bubble:.1%} idle", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def seconds(plan: Plan) -> dict[str, float]:

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -17,12 +17,16 @@ from cuboid.plan.cost import Cost
 from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
-from cuboid.plan.memory import memory
+from cuboid.plan.memory import Footprint, memory
+from cuboid.plan.pipeline import Pieces, Pipelines, PlannedStage, pipeline_of
 from cuboid.plan.sizes import Sizes, groups
 from cuboid.plan.step import prices_of, step_totals
+from cuboid.plan.tape import Totals
 from cuboid.plan.time import Array, Prices
+from cuboid.step.pipeline import orders as pipeline_orders
 from cuboid.step.schedule import Schedule
 
+MOST_PLACES = 16  # of a pipeline, that are searched
 #: The layouts people know, as corners of the block.
 CORNERS = {
     "FSDP": lambda k: k.y == k.z == 1 < k.x,
@@ -47,17 +51,26 @@ class Plan:
     sent: dict[str, int]  # bytes
     fits: bool
     hardware: Hardware
+    places: tuple[PlannedStage, ...] = ()  # of a pipeline; memory is the fullest one's, times are the busiest one's
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which the places of a pipeline are idle, messages' time among it."""
+        return sum(each.idle for each in self.places) / (max(len(self.places), 1) * self.seconds)
 
     @property
     def peak(self) -> int:
         return sum(self.memory.values())
 
-    def cost(self, work: Work) -> Cost:
-        """Calls, bytes and FLOPs of the last micro-batch, exact."""
-        at, c = self.cuboid.coordinates(0), self.choice
-        sizes = STORED, ITEMSIZE[work.precision]
-        settings = c.policy, c.recompute, *sizes, c.schedule
-        return step_cost(work.config, self.cuboid, at, work.batch, work.seq, *settings, freeze=work.freeze)
+    def cost(self, work: Work, rank: int = 0) -> Cost:
+        """Calls, bytes and FLOPs, exact: of the last micro-batch or, on a pipe, of all of a step's."""
+        at, c, count = self.cuboid.coordinates(rank), self.choice, work.micro_batches if self.cuboid.pipe > 1 else 1
+        settings = c.policy, c.recompute, STORED, ITEMSIZE[work.precision], c.schedule
+        of = work.config, self.cuboid, at, work.batch, work.seq, *settings
+        found = step_cost(*of, micro_batches=count, freeze=work.freeze)
+        for _ in range(count - 1):
+            found.add(step_cost(*of, last=False, freeze=work.freeze))
+        return found
 
 
 @dataclass
@@ -98,14 +111,19 @@ def shapes(config: ModelConfig, devices: int, batch: int) -> Iterator[tuple[int,
                 yield replicas, devices // (y * z) // replicas, y, z
 
 
-def orders(shape: tuple[int, int, int, int], node: int) -> list[Cuboid]:
-    """The shape with its axes in every order that makes a difference to which ranks share a node."""
+def orders(shape: tuple[int, int, int, int], node: int, group: int = 0, pipe: int = 1) -> list[Cuboid]:
+    """The shape with its axes in every order that makes a difference to which ranks share a node, or a group of nodes;
+    stages of a pipeline one after another."""
     replicas, x, y, z = shape
-    cuboids = list(every_order(Cuboid(x, y, z, replicas)))
-    of = groups(cuboids, np.ones(len(cuboids), dtype=np.int64), node)
-    found: dict[tuple[int, ...], Cuboid] = {}
-    for cuboid, *inside in zip(cuboids, *(of[axis].inside.tolist() for axis in AXES), strict=True):
-        found.setdefault(tuple(inside), cuboid)
+    cuboids = []
+    for each in every_order(Cuboid(x, y, z, replicas)):
+        cuboids.append(replace(each, order=("pipe", *(axis for axis in each.order if axis != "pipe")), pipe=pipe))
+    found: dict[tuple[Any, ...], Cuboid] = {}
+    of = groups(cuboids, np.ones(len(cuboids), dtype=np.int64), node, group)
+    levels = [of[axis].inside.tolist() for axis in AXES]
+    levels += [np.broadcast_to(of[axis].behind, len(cuboids)).tolist() for axis in AXES]
+    for cuboid, *together in zip(cuboids, *levels, strict=True):
+        found.setdefault(tuple(together), cuboid)
     return list(found.values())
 
 
@@ -115,26 +133,81 @@ def choices() -> Iterator[Choice]:
         yield Choice(recompute, Policy(activations, weights), Schedule(parts=parts))  # type: ignore[arg-type]
 
 
+def pipes(work: Work, devices: int) -> list[int]:
+    """Numbers of places that are searched: with fewer micro-batches than places most of a step is idle."""
+    most = min(work.config.layers, work.micro_batches, MOST_PLACES)
+    return [n for n in range(2, most + 1) if devices % n == 0]
+
+
+def pipeline_schedules(work: Work, pipe: int) -> list[Schedule]:
+    """Those that are searched. gpipe is never faster than 1f1b, and holds more; beside is priced as 1f1b is."""
+    found = []
+    for name, stages in (("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
+        schedule = Schedule(pipeline=name, stages=stages)
+        try:
+            pipeline_orders(schedule, pipe, work.micro_batches)
+        except ValueError:  # it cannot deal out so many micro-batches
+            continue
+        if pipe * stages <= work.config.layers:
+            found.append(schedule)
+    return found
+
+
 def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> Ranking:
-    """`only` ranks the orders and choices of one shape."""
+    """`only` ranks the orders and choices of one shape, and the schedules of a pipeline."""
     config, began = work.config, time.perf_counter()
-    if only is not None:
-        config.check(only, work.batch, work.seq)
-        found = orders((only.replicas, only.x, only.y, only.z), hw.node)
-    else:
-        config.check(Cuboid(), work.batch, work.seq)
-        found = [cuboid for shape in shapes(config, devices, work.batch) for cuboid in orders(shape, hw.node)]
-    if not found:
-        return Ranking(work, hw, devices, [], [], 0)
-    sizes = Sizes(config, found, hw.node, work.batch, work.seq)
-    prices = prices_of(hw, work, sizes)
-    predictions = [Predictions(prices, work, sizes, choice) for choice in choices()]
-    plans, too_large = _best_of_each_shape(predictions)
-    considered = sum(int(each.valid.sum()) for each in predictions)
-    ranking = Ranking(work, hw, devices, plans, too_large, considered, time.perf_counter() - began)
+    config.check(only or Cuboid(), work.batch, work.seq)
+    ranking = Ranking(work, hw, devices, [], [], 0)
+    for pipe in [only.pipe] if only is not None else [1, *pipes(work, devices)]:
+        one = None if only is None else [(only.replicas, only.x, only.y, only.z)]
+        every = one or shapes(config, devices // pipe, work.batch)
+        found = [cuboid for shape in every for cuboid in orders(shape, hw.node, hw.group, pipe)]
+        if found:
+            sizes = Sizes(config, found, hw.node, work.batch, work.seq, hw.group)
+            predictions = (_predictions if pipe == 1 else _pipelines)(prices_of(hw, work, sizes), work, sizes)
+            plans, too_large = _best_of_each_shape(predictions)
+            ranking.plans += plans
+            ranking.too_large += too_large
+            ranking.considered += sum(int(each.valid.sum()) for each in predictions)
+    ranking.plans.sort(key=lambda plan: plan.seconds)
+    ranking.too_large.sort(key=lambda plan: plan.peak)
     for name, is_corner in CORNERS.items():
-        ranking.corners[name] = next((plan for plan in plans if is_corner(plan.cuboid)), None)
+        corners = (plan for plan in ranking.plans if plan.cuboid.pipe == 1 and is_corner(plan.cuboid))
+        ranking.corners[name] = next(corners, None)
+    ranking.seconds = time.perf_counter() - began
     return ranking
+
+
+def _predictions(prices: Prices, work: Work, sizes: Sizes) -> "list[Predictions | PipelinePredictions]":
+    return [Predictions(prices, work, sizes, choice) for choice in choices()]
+
+
+def _pipelines(prices: Prices, work: Work, sizes: Sizes) -> "list[Predictions | PipelinePredictions]":
+    """With retained weights every micro-batch alive would have its own; that is not searched. Where a shape does not
+    fit, its blocks are split by memory too."""
+    chosen = [choice for choice in choices() if choice.policy.weights == "regather"]
+    pieces = [Pieces(prices, work, sizes, choice) for choice in chosen]
+    both = list(product(pieces, pipeline_schedules(work, int(sizes.pipe[0]))))
+    found = [PipelinePredictions(each, schedule, pieces[0], "time") for each, schedule in both]
+    fit = np.logical_or.reduce([each.valid & (each.peak <= prices.hw.memory) for each in found])
+    if not fit.all():
+        lean = [PipelinePredictions(each, schedule, pieces[0], "memory") for each, schedule in both]
+        for each in lean:
+            each.valid &= ~fit
+        found += lean
+    return list(found)
+
+
+def makes_difference(sizes: Sizes, choice: Choice) -> Array:
+    """Whether a choice does, to each candidate."""
+    s, policy, valid = sizes, choice.policy, np.ones(len(sizes.cuboids), dtype=bool)
+    if choice.schedule.parts > 1:
+        valid &= (s.b % choice.schedule.parts == 0) & (s.y * s.z > 1)
+    if policy.activations == "retain":
+        valid &= s.y * s.z > 1
+    if policy.weights == "retain":
+        valid &= s.x > 1
+    return valid
 
 
 class Predictions:
@@ -147,42 +220,84 @@ class Predictions:
             more = step_totals(prices, work, sizes, choice, overlap, last=False)
             self.totals = self.totals.plus(more, work.micro_batches - 1)
         self.memory = memory(prices.hw, work, sizes, choice, self.totals.saved)
-        self.valid = self._valid()
-
-    def _valid(self) -> Array:
-        """Whether the choice makes a difference to a candidate."""
-        s, policy = self.sizes, self.choice.policy
-        valid = np.ones(len(s.cuboids), dtype=bool)
-        if self.choice.schedule.parts > 1:
-            valid &= (s.b % self.choice.schedule.parts == 0) & (s.y * s.z > 1)
-        if policy.activations == "retain":
-            valid &= s.y * s.z > 1
-        if policy.weights == "retain":
-            valid &= s.x > 1
-        return valid
+        self.valid, self.seconds, self.peak = makes_difference(sizes, choice), self.totals.seconds, self.memory.peak
 
     def plan(self, i: int) -> Plan:
-        t = self.totals
-        by_kind = {each.name: int(getattr(self.memory, each.name)[i]) for each in fields(self.memory)}
-        compute, exposed, in_flight = (
-            {name: float(value[i]) for name, value in of.items()} for of in (t.compute, t.exposed, t.in_flight)
-        )
-        calls, sent = (
-            {axis: sum(int(value[i]) for (on, _), value in of.items() if on == axis) for axis in in_flight}
-            for of in (t.calls, t.sent)
-        )
+        by_kind = bytes_by_kind(self.memory, i)
         fits = sum(by_kind.values()) <= self.hw.memory
-        parts = compute, exposed, in_flight, calls, sent
-        return Plan(self.sizes.cuboids[i], self.choice, float(t.seconds[i]), by_kind, *parts, fits, self.hw)
+        seconds, parts = float(self.seconds[i]), _parts(self.totals, i)
+        return Plan(self.sizes.cuboids[i], self.choice, seconds, by_kind, *parts, fits, self.hw)
 
 
-def _best_of_each_shape(predictions: Sequence[Predictions]) -> tuple[list[Plan], list[Plan]]:
-    """The fastest order and choice of every shape that fits, fastest first; the smallest of those that do not."""
+def bytes_by_kind(footprint: Footprint, i: int) -> dict[str, int]:
+    return {each.name: int(getattr(footprint, each.name)[i]) for each in fields(footprint)}
+
+
+def _parts(t: Totals, i: int) -> tuple[dict[str, Any], ...]:
+    """Of one candidate: compute, exposed, in flight, calls, sent."""
+    compute, exposed, in_flight = (
+        {name: float(value[i]) for name, value in of.items()} for of in (t.compute, t.exposed, t.in_flight)
+    )
+    calls, sent = (
+        {axis: sum(int(value[i]) for (on, _), value in of.items() if on == axis) for axis in in_flight}
+        for of in (t.calls, t.sent)
+    )
+    return compute, exposed, in_flight, calls, sent
+
+
+class PipelinePredictions(Pipelines):
+    """… and which candidates they make a difference to."""
+
+    def __init__(self, pieces: Pieces, schedule: Schedule, tails: Pieces, least: str) -> None:
+        schedule = replace(schedule, parts=pieces.choice.schedule.parts)
+        super().__init__(pieces, schedule, tails, least)
+        self.valid = makes_difference(self.sizes, self.choice)
+
+    def plan(self, i: int) -> Plan:
+        return pipeline_plan(self, i)
+
+
+def pipeline_plan(found: Pipelines, i: int) -> Plan:
+    """Times are of the busiest place: what it does not work in is the pipe's."""
+    seconds, work = float(found.seconds[i]), [found.of_step(place) for place in range(found.pipe)]
+    busy = [float(each.seconds[i]) for each in work]
+    memories = [bytes_by_kind(each, i) for each in found.footprints]
+    places = []
+    for place in range(found.pipe):
+        forward, both = (
+            sum(float(found.totals[stage][which].seconds[i]) for stage in found.stages(place)) for which in (0, 1)
+        )
+        blocks = [int(found.blocks[stage, i]) for stage in found.stages(place)]
+        places.append(PlannedStage(blocks, forward, both - forward, seconds - busy[place], memories[place]))
+    busiest = max(range(found.pipe), key=lambda place: busy[place])
+    compute, exposed, *others = _parts(work[busiest], i)
+    exposed["pipe"] = seconds - busy[busiest]
+    choice = replace(found.choice, schedule=replace(found.schedule, split=found.split(i)))
+    fullest = max(memories, key=lambda each: sum(each.values()))
+    fits, cuboid = sum(fullest.values()) <= found.hw.memory, found.sizes.cuboids[i]
+    return Plan(cuboid, choice, seconds, fullest, compute, exposed, *others, fits, found.hw, tuple(places))
+
+
+def timeline(work: Work, plan: Plan) -> list[dict[str, Any]]:
+    """The moves of a pipeline's step as they are planned, by place."""
+    found = pipeline_of(plan.hardware, work, plan.cuboid, plan.choice)
+    slots = found.slots(0)
+    return [
+        {"place": place, "move": move.kind, "micro_batch": move.batch, "stage": move.stage, "start": start, "end": end}
+        for place, order in enumerate(found.orders)
+        for moves in order
+        for move in moves
+        for start, end in (slots[move],)
+    ]
+
+
+def _best_of_each_shape(predictions: "Sequence[Predictions | PipelinePredictions]") -> tuple[list[Plan], list[Plan]]:
+    """The fastest order and choice of every shape that fits; the smallest of those that do not."""
     cuboids = predictions[0].sizes.cuboids
     numbers: dict[tuple[int, ...], int] = {}
     shape = np.array([numbers.setdefault((k.replicas, k.x, k.y, k.z), len(numbers)) for k in cuboids])
-    seconds = np.stack([np.where(each.valid, each.totals.seconds, np.inf) for each in predictions])
-    peak = np.stack([np.where(each.valid, each.memory.peak, np.inf) for each in predictions])
+    seconds = np.stack([np.where(each.valid, each.seconds, np.inf) for each in predictions])
+    peak = np.stack([np.where(each.valid, each.peak, np.inf) for each in predictions])
     seconds = np.where(peak <= predictions[0].hw.memory, seconds, np.inf)
     fitting: list[Plan] = []
     too_large: list[Plan] = []
@@ -192,10 +307,12 @@ def _best_of_each_shape(predictions: Sequence[Predictions]) -> tuple[list[Plan],
         score = (seconds if fits else peak)[:, of]
         choice, i = np.unravel_index(score.argmin(), score.shape)
         (fitting if fits else too_large).append(predictions[int(choice)].plan(int(of[i])))
-    return sorted(fitting, key=lambda plan: plan.seconds), sorted(too_large, key=lambda plan: plan.peak)
+    return fitting, too_large
 
 
 def predict(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice, overlap: bool = True) -> Plan:
     work.config.check(cuboid, work.batch, work.seq)
-    sizes = Sizes(work.config, [cuboid], hw.node, work.batch, work.seq)
+    if cuboid.pipe > 1:
+        return pipeline_plan(pipeline_of(hw, work, cuboid, choice, overlap), 0)
+    sizes = Sizes(work.config, [cuboid], hw.node, work.batch, work.seq, hw.group)
     return Predictions(prices_of(hw, work, sizes), work, sizes, choice, overlap).plan(0)

@@ -36,8 +36,26 @@ class Weight:
     vector: bool
 
 
+@dataclass(frozen=True)
+class Segment:
+    """What a stage of a pipeline has besides blocks."""
+
+    embeds: bool = True
+    ends: bool = True  # with the last norm and the head
+
+    @property
+    def whole(self) -> bool:
+        """There is no pipeline."""
+        return self.embeds and self.ends
+
+
+WHOLE = Segment()
+
+
 class Sizes:
-    def __init__(self, config: ModelConfig, cuboids: Sequence[Cuboid], node: int, batch: int, seq: int) -> None:
+    def __init__(
+        self, config: ModelConfig, cuboids: Sequence[Cuboid], node: int, batch: int, seq: int, group: int = 0
+    ) -> None:
         c = self.c = config
         self.cuboids = cuboids
         self.axes = {axis: np.array([getattr(each, axis) for each in cuboids], dtype=np.int64) for axis in AXES}
@@ -55,7 +73,7 @@ class Sizes:
         self.few = c.kv_heads % (self.y * self.z) != 0
         self.heads = c.heads // (self.y * self.z)
         self.picked = np.array([_picked(c, each) for each in cuboids], dtype=np.int64)
-        self.groups = groups(cuboids, self.context, node)
+        self.groups = groups(cuboids, self.context, node, group)
         self._chunks: dict[tuple[int, int], Array] = {}
 
     @cached_property
@@ -131,20 +149,21 @@ class Sizes:
         """Elements of this rank's shards."""
         return self.elements(Trained(self.c))
 
-    def elements(self, of: Trained) -> Array:
-        """Of this rank's shards of what is trained."""
-        tables = [w.shard for w, each in zip(self.tables, of.tables(), strict=True) if each]
-        ends = tables + [self.norm_weight.shard] * sum(of.norm())
-        ends += [self.head_weight.shard] * (of.head and not self.c.tied)
-        kinds = Counter(of.block(i) for i in range(self.c.layers))
+    def elements(self, of: Trained, segment: Segment = WHOLE) -> Array:
+        """Of this rank's shards of what is trained of a stage. A tied table is held by the first and by the last."""
+        ends = [w.shard for w, each in zip(self.tables, of.tables(), strict=True) if each and segment.embeds]
+        ends += [self.norm_weight.shard] * sum(of.norm()) * segment.ends
+        ends += [self.head_weight.shard] * (of.head and segment.ends and not (of.config.tied and segment.embeds))
+        kinds = Counter(of.block(i) for i in range(of.config.layers))
         blocks = [n * (added(w.shard for w in self.trained(kind)) + self.head_norms(kind)) for kind, n in kinds.items()]
         return added([*ends, *blocks, np.zeros_like(self.x)])
 
 
-def groups(cuboids: Sequence[Cuboid], context: Array, node: int) -> dict[str, Group]:
+def groups(cuboids: Sequence[Cuboid], context: Array, node: int, group_of_nodes: int = 0) -> dict[str, Group]:
     """Of each axis, of the neighbours on x that share a sequence, and of all ranks. Members of a group are a stride
     apart: the product of the axes that run faster over ranks. A group that nodes cut unevenly is as slow as its
-    smallest part: with 8 ranks a node, one of the groups of 3 neighbours has but one rank on a node."""
+    smallest part: with 8 ranks a node, one of the groups of 3 neighbours has but one rank on a node. So with groups of
+    nodes behind one link."""
     sizes = {axis: np.array([getattr(each, axis) for each in cuboids], dtype=np.int64) for axis in AXES}
     strides = {axis: np.empty(len(cuboids), dtype=np.int64) for axis in AXES}
     for i, each in enumerate(cuboids):
@@ -154,9 +173,14 @@ def groups(cuboids: Sequence[Cuboid], context: Array, node: int) -> dict[str, Gr
             stride *= getattr(each, axis)
     world = np.array([each.ranks for each in cuboids], dtype=np.int64)
 
+    def together(size: Array, stride: Array | int, share: int) -> Array:
+        """How many members of a group are among `share` neighbouring ranks."""
+        least = np.maximum(np.gcd(stride * size, share) // stride, 1)
+        return np.where(world > share, least, size)
+
     def group(size: Array, stride: Array | int) -> Group:
-        least = np.maximum(np.gcd(stride * size, node) // stride, 1)
-        return Group(size, np.where(world > node, least, size))
+        behind = together(size, stride, node * group_of_nodes) if group_of_nodes else np.inf
+        return Group(size, together(size, stride, node), behind)
 
     found = {axis: group(size, strides[axis]) for axis, size in sizes.items()}
     return found | {"x/context": group(context, strides["x"]), "world": group(world, 1)}

@@ -7,6 +7,7 @@ Bytes, calls, FLOPs and saved activations add up to cost/cuboid.py's; the tests 
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
@@ -14,9 +15,9 @@ import numpy as np
 from cuboid.comm.flight import Pause, Steps
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, TimedLayer, Work
-from cuboid.plan.sizes import Sizes, Weight, added
+from cuboid.plan.sizes import WHOLE, Segment, Sizes, Weight, added
 from cuboid.plan.tape import Message, Totals
-from cuboid.plan.time import Array, Prices
+from cuboid.plan.time import Array, Fare, Prices
 from cuboid.step.weights import MOST_IN_FLIGHT
 
 STEADY = 5  # layers that are played; every further one takes as long as the last but one forward, the second backward
@@ -28,11 +29,41 @@ def step_totals(
 ) -> Totals:
     """Of a forward and backward of every candidate; of the `last` micro-batch also the sums over replicas and the
     optimizer's update."""
-    step = _TimedStep(prices, work, sizes, choice, overlap, last)
-    found = step.tape.totals()
-    for before, after in zip(step.marks[::2], step.marks[1::2], strict=True):  # around a layer, forward and backward
-        found = found.plus(after, work.config.layers - step.layers, without=before)
-    return found
+    return stage_totals(prices, work, sizes, choice, WHOLE, overlap, last).of(work.config.layers)[1]
+
+
+@dataclass(frozen=True)
+class StageTotals:
+    """Of a forward, and of that and a backward, of a stage of some layers; and what one layer adds to either."""
+
+    layers: int
+    forward: Totals
+    both: Totals
+    marks: Sequence[Totals]  # before and after a layer, in forward, then in backward; none: all layers are played
+
+    def of(self, layers: Array | int) -> tuple[Totals, Totals]:
+        """With so many layers."""
+        forward, both = self.forward, self.both
+        if self.marks:
+            before, after = self.marks[:2]
+            forward = forward.plus(after, layers - self.layers, without=before)
+        for before, after in zip(self.marks[::2], self.marks[1::2], strict=True):
+            both = both.plus(after, layers - self.layers, without=before)
+        return forward, both
+
+
+def stage_totals(
+    prices: Prices,
+    work: Work,
+    sizes: Sizes,
+    choice: Choice,
+    segment: Segment,
+    overlap: bool = True,
+    last: bool = True,
+) -> StageTotals:
+    """Messages to and from other stages are counted, but nobody waits for them here."""
+    step = _TimedStep(prices, work, sizes, choice, overlap, last, segment)
+    return StageTotals(step.layers, step.halfway, step.tape.totals(), step.marks)
 
 
 def prices_of(hw: Hardware, work: Work, sizes: Sizes) -> Prices:
@@ -46,9 +77,11 @@ def prices_of(hw: Hardware, work: Work, sizes: Sizes) -> Prices:
 
 
 class _TimedStep(TimedLayer):
-    def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool, last: bool) -> None:
+    def __init__(
+        self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool, last: bool, segment: Segment
+    ) -> None:
         super().__init__(prices, work, sizes, choice, overlap)
-        self.last = last
+        self.last, self.segment = last, segment
         self.layers = layers = self.c.layers if work.freeze else min(self.c.layers, STEADY)  # that are played
         self.lowest = self.trained.lowest - 1  # layer where backward ends; -1: the embedding, `layers`: the last norm
         self.marks: list[Totals] = []  # before and after a layer like all those that are not
@@ -59,8 +92,9 @@ class _TimedStep(TimedLayer):
         self._rows: deque[Message] = deque()  # the head's X, then its dX, of each part
         self._gathers: dict[int, Message] = {}  # of layers, on their way; the final norm is the last
         norm = [sizes.norm_weight] * len(self.trained.norm())
-        self._buckets = [list(sizes.block_weights.values())] * layers + [norm]
+        self._buckets = [list(sizes.block_weights.values())] * layers + [norm] * segment.ends
         self.forward()
+        self.halfway = self.tape.totals().copy()
         self.backward()
         if last:
             self.update()
@@ -68,9 +102,12 @@ class _TimedStep(TimedLayer):
     # The step
 
     def forward(self) -> None:
-        for table in self.sizes.tables:
-            self.whole(self.gather([table]), [table])
-        self.play(self.lookup)
+        if self.segment.embeds:
+            for table in self.sizes.tables:
+                self.whole(self.gather([table]), [table])
+            self.play(self.lookup)
+        else:
+            self.count_messages("receive")
         for i in range(self.layers):
             self.of_block, self.saving = self.trained.block(i), i >= self.lowest
             self.mark(i in (STEADY - 2, STEADY - 1))
@@ -80,6 +117,9 @@ class _TimedStep(TimedLayer):
                 self.save(self.rows() * self.sizes.d * self.e)  # the block's input
                 self.saving = False
             self.play(self.block)
+        if not self.segment.ends:
+            self.count_messages("send")
+            return
         self.saving = self.layers >= self.lowest
         self.prefetch(self.layers)
         classifier = [] if self.c.tied and self.kept else [self.sizes.head_weight]
@@ -92,16 +132,22 @@ class _TimedStep(TimedLayer):
 
     def backward(self) -> None:
         s, t = self.sizes, self.tape
-        t.stream("head", 3 * self.rows() * s.d * self.e, 2)
-        if self.last and self.trained.head and not self.c.tied:
-            self.send_on(s.head_weight.shard)
+        if self.segment.ends:
+            t.stream("head", 3 * self.rows() * s.d * self.e, 2)
+            if self.last and self.trained.head and not self.c.tied:
+                self.send_on(s.head_weight.shard)
+        else:
+            self.count_messages("receive")
         if self.layers >= self.lowest:
             self.layers_backward()
-        if self.lowest < 0:
-            self.play(self.lookup_backward)
-        for table, trained in zip(s.tables, self.trained.tables(), strict=True):
-            if trained:
-                self.reduce([table])
+        if self.segment.embeds:
+            if self.lowest < 0:
+                self.play(self.lookup_backward)
+            for table, trained in zip(s.tables, self.trained.tables(), strict=True):
+                if trained:
+                    self.reduce([table])
+        else:
+            self.count_messages("send")
         while self._in_flight:
             self.land()
         if self.last:
@@ -109,12 +155,14 @@ class _TimedStep(TimedLayer):
 
     def layers_backward(self) -> None:
         """And the last norm's, as far as they are trained."""
-        self.again(self.layers)
+        if self.segment.ends:
+            self.again(self.layers)
         if self.choice.schedule.prefetch:
             self.again(self.layers - 1)
-        self.arrive(self.layers, backward=True)
-        self.play(self.norm_backward)
-        self.reduce([self.sizes.norm_weight] * sum(self.trained.norm()))
+        if self.segment.ends:
+            self.arrive(self.layers, backward=True)
+            self.play(self.norm_backward)
+            self.reduce([self.sizes.norm_weight] * sum(self.trained.norm()))
         for i in reversed(range(max(self.lowest, 0), self.layers)):
             self.of_block = self.trained.block(i)
             self.mark(i in (0, 1))
@@ -134,7 +182,8 @@ class _TimedStep(TimedLayer):
         while self._replicas:
             t.wait(self._replicas.popleft())
         blocks = [self.trained.block(i) for i in range(self.c.layers)]
-        count = sum(name.startswith("norm") for block in blocks for name in block) + sum(self.trained.norm())
+        count = sum(name.startswith("norm") for block in blocks for name in block)
+        count += sum(self.trained.norm()) * self.segment.ends
         norms = count * -(-s.d // s.x)
         of_heads = np.full_like(norms, sum(map(s.head_norms, blocks)))
         for axis, summed in (("x", of_heads), ("y", norms + of_heads), ("z", of_heads)):
@@ -143,7 +192,7 @@ class _TimedStep(TimedLayer):
     def update(self) -> None:
         """Clipping and AdamW."""
         self.tape.wait(self.tape.launch("world", "all_reduce", np.full_like(self.b, 4), itemsize=8))
-        trained = self.sizes.elements(self.trained)
+        trained = self.sizes.elements(self.trained, self.segment)
         self.tape.stream("optimizer", OPTIMIZER * trained * STORED, 4 + 2 * self.c.layers)
 
     def mark(self, here: bool) -> None:
@@ -173,7 +222,7 @@ class _TimedStep(TimedLayer):
     def prefetch(self, i: int) -> None:
         """The weights of layer i and of the next, in forward."""
         for layer in (i, i + 1) if self.choice.schedule.prefetch else (i,):
-            if layer <= self.layers and layer not in self._gathers:
+            if layer < len(self._buckets) and layer not in self._gathers:
                 self._gathers[layer] = self.gather(self._buckets[layer])
 
     def again(self, i: int) -> None:
@@ -186,7 +235,7 @@ class _TimedStep(TimedLayer):
             self.again(i)
         if i in self._gathers:
             self.whole(self._gathers[i], self._buckets[i])
-            stays = i == self.layers - 1 and self.choice.schedule.prefetch
+            stays = i == self.layers - 1 and self.choice.schedule.prefetch and self.segment.whole
             if not backward and not stays:
                 del self._gathers[i]
 
@@ -216,6 +265,12 @@ class _TimedStep(TimedLayer):
             self.tape.wait(self._replicas.popleft())
 
     # Both ends
+
+    def count_messages(self, kind: str) -> None:
+        """Between stages: the residual stream, or its gradient."""
+        size = self.rows() * self.sizes.d * self.e // self.parts
+        fare = Fare(np.zeros(len(size)), size * (kind == "send"), size > 0, None)
+        self.tape.count("pipe", kind, fare, self.parts, fare.seconds)
 
     def lookup(self) -> Steps:
         size = self.m * self.sizes.d * self.e

@@ -37,12 +37,13 @@ class Totals:
     in_flight: dict[str, Array] = field(default_factory=dict)  # seconds by axis, were it alone
     calls: dict[tuple[str, str], Array] = field(default_factory=dict)
     sent: dict[tuple[str, str], Array] = field(default_factory=dict)  # bytes
+    dW: Array | float = 0.0  # seconds of the products that make weight gradients in backward
 
     def copy(self) -> "Totals":
         """Of the arrays too: a tape adds to them in place."""
         return deepcopy(self)
 
-    def plus(self, other: "Totals", times: int, without: "Totals | None" = None) -> "Totals":
+    def plus(self, other: "Totals", times: Array | int, without: "Totals | None" = None) -> "Totals":
         """With another's totals added so many times, less those of a third."""
 
         def line(here: Array, more: Array, less: Array | float) -> Array:
@@ -60,6 +61,7 @@ class Totals:
             line(self.flops, other.flops, zero.flops),
             self.saved if without is None else line(self.saved, other.saved, zero.saved),
             *(lines(name) for name in names),
+            line(np.asarray(self.dW), np.asarray(other.dW), zero.dW),
         )
 
 
@@ -73,6 +75,7 @@ class Tape:
         self._wide = {axis: group.inside < group.size for axis, group in groups.items()}
         self.flops = np.zeros(count, dtype=np.int64)
         self.saved = np.zeros(count, dtype=np.int64)
+        self.dW = np.zeros(count)
         self._compute: dict[str, Array] = defaultdict(lambda: np.zeros(count))
         self._exposed = {axis: np.zeros(count) for axis in groups}
         self._in_flight = {axis: np.zeros(count) for axis in groups}
@@ -143,6 +146,7 @@ class Tape:
             _by_axis(self._in_flight),
             dict(self._calls),
             dict(self._sent),
+            self.dW,
         )
 
 

@@ -8,7 +8,8 @@
               ÷ bandwidth inside
 
 All groups of an axis talk at once, so a node's cards are shared by all groups with members on it. A ring enters and
-leaves a node once for all its members there; an all-to-all sends for each. Where ranks share cores, the links' figures
+leaves a node once for all its members there; an all-to-all sends for each. So it is with a link that joins a group of
+nodes to all others. Where ranks share cores, the links' figures
 are of a network that never holds them back, and what leaves a host takes its time on the wire besides.
 """
 
@@ -25,10 +26,12 @@ Array = NDArray[Any]
 
 
 class Group(NamedTuple):
-    """The ranks of an axis: how many, and how many of them share a node."""
+    """The ranks of an axis: how many, how many of them share a node, and how many a group of nodes behind one link
+    (infinite: there are no such groups)."""
 
     size: Array
     inside: Array
+    behind: Array | float = np.inf
 
 
 ROOTED = ("broadcast", "reduce")
@@ -53,7 +56,7 @@ def _links(hw: Hardware, kind: str) -> tuple[Link, Link]:
 
 def collective_seconds(hw: Hardware, kind: str, group: Group, whole: Array, direct: bool) -> Array:
     """Of `whole` bytes after gathering or before scattering. Nothing is launched over one rank, nor for no bytes."""
-    p, inside = group
+    p, inside, _ = group
     near, far = _links(hw, kind)
     crosses = inside < p
     nodes = np.ceil(p / inside)
@@ -72,6 +75,9 @@ def collective_seconds(hw: Hardware, kind: str, group: Group, whole: Array, dire
     else:
         shared = np.minimum(near.bandwidth, far.bandwidth * inside / hw.node) if hw.node > 1 else far.bandwidth
         moving = sent / np.where(crosses, shared, near.bandwidth)
+    if hw.group:
+        leaving = whole * (p - group.behind) / p if direct else sent / group.behind
+        moving = np.where(group.behind < p, np.maximum(moving, leaving * hw.node * hw.group / hw.uplink), moving)
     return np.where((p > 1) & (whole > 0), latency + moving, 0.0)
 
 
@@ -82,7 +88,7 @@ def rooted_seconds(hw: Hardware, kind: str, group: Group, whole: Array, by_host:
     has carried everything. As gloo does it a broadcast is a tree, in which all ranks of a node send in each round, and
     a reduce a ring of parts, then gathered. `by_host` a block enters, or leaves, each node of its group once.
     """
-    p, inside = group
+    p, inside, _ = group
     near, far = _links(hw, kind)
     nodes, crosses = np.ceil(p / inside), inside < p
     groups = hw.node / inside  # that share a node's cards
@@ -105,7 +111,7 @@ def rooted_seconds(hw: Hardware, kind: str, group: Group, whole: Array, by_host:
 
 def wire_seconds(hw: Hardware, kind: str, group: Group, whole: Array, direct: bool) -> Array:
     """Of what leaves a host, all its ranks' together."""
-    p, inside = group
+    p, inside, _ = group
     if not hw.wire:
         return np.zeros(len(p))
     times = 2 if kind == "all_reduce" else 1

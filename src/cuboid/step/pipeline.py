@@ -19,12 +19,13 @@ that want its own stages and groups; the tests compare ours with them.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cuboid.step.schedule import Move, Order, Schedule
 
-Slots = Mapping[Move, tuple[float, float]]  # when moves begin and end
+Slots = Mapping[Move, tuple[Any, Any]]  # when moves begin and end
 
 
 @dataclass(frozen=True)
@@ -189,12 +190,24 @@ def needed(move: Move, last: int) -> Move | None:
     return move._replace(stage=move.stage + 1) if move.kind == "B" and move.stage < last else None
 
 
-def simulate(orders: Sequence[Order], seconds: Callable[[Move], float], hop: float = 0.0) -> Slots:
-    """When every move begins and ends if a message takes `hop`. Moves beside each other begin when all have what they
-    need, and end together. Raises if places wait for one another."""
+def no_time(_: Move) -> float:
+    return 0.0
+
+
+def simulate(
+    orders: Sequence[Order],
+    seconds: Callable[[Move], Any],
+    hop: Callable[[Move], Any] = no_time,
+    later: Callable[[Any, Any], Any] = max,
+) -> Slots:
+    """When every move begins and ends if the message that it makes takes `hop`, those of a lane one after another.
+    Moves beside each other begin when all have what they need, and end together. Seconds may be arrays, of several
+    pipelines in the same order, if `later` of two of them is one. Raises if places wait for one another."""
     last = max(move.stage for order in orders for moves in order for move in moves)
-    slots: dict[Move, tuple[float, float]] = {}
-    at, free = [0] * len(orders), [0.0] * len(orders)
+    slots: dict[Move, tuple[Any, Any]] = {}
+    landed: dict[Move, Any] = {}
+    lanes: dict[tuple[str, int], Any] = {}  # by kind and sender: when they are free
+    at, free = [0] * len(orders), list[Any]([0.0] * len(orders))
     while any(i < len(order) for i, order in zip(at, orders, strict=True)):
         before = sum(at)
         for place, order in enumerate(orders):
@@ -203,9 +216,12 @@ def simulate(orders: Sequence[Order], seconds: Callable[[Move], float], hop: flo
                 waits = [each for each in (needed(move, last) for move in moves) if each is not None]
                 if any(each not in slots for each in waits):
                     break
-                start = max([free[place], *(slots[each][1] + hop for each in waits)])
-                free[place] = start + sum(seconds(move) for move in moves)
-                slots |= dict.fromkeys(moves, (start, free[place]))
+                start = reduce(later, (landed[each] for each in waits), free[place])
+                free[place] = end = start + sum(seconds(move) for move in moves)
+                slots |= dict.fromkeys(moves, (start, end))
+                for move in moves:
+                    lane = move.kind, place
+                    landed[move] = lanes[lane] = later(end, lanes.get(lane, 0.0)) + hop(move)
                 at[place] += 1
         if sum(at) == before:
             waiting = [order[i][0] for i, order in zip(at, orders, strict=True) if i < len(order)]
@@ -213,8 +229,8 @@ def simulate(orders: Sequence[Order], seconds: Callable[[Move], float], hop: flo
     return slots
 
 
-def bubble(orders: Sequence[Order], seconds: Callable[[Move], float], hop: float = 0.0) -> float:
+def bubble(orders: Sequence[Order], seconds: Callable[[Move], float]) -> float:
     """The share of the step in which places are idle."""
-    slots = simulate(orders, seconds, hop)
+    slots = simulate(orders, seconds)
     busy = sum(seconds(move) for move in slots)
     return 1 - busy / (len(orders) * max(end for _, end in slots.values()))

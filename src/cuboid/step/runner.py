@@ -84,6 +84,7 @@ class _Shelf:
     ahead: bool
     clock: Clock
     late: bool = False
+    left: bool = False
 
     def __post_init__(self) -> None:
         self._left = [self.parts] * len(self.buckets)
@@ -107,7 +108,7 @@ class _Shelf:
             weights: Tensors = {}
             for land in self._flying.pop(i)[1]:
                 weights |= land()
-            self._held[i] = Gathered(self.buckets[i], weights, self.parts, self.late)
+            self._held[i] = Gathered(self.buckets[i], weights, self.parts, self.late, self.left)
             if self.ahead and len(self._held) == 1:
                 self._launch(i + self.step)  # once these are here: they would share the link, and all would wait longer
         return self._held[i]
@@ -243,7 +244,8 @@ class Runner:
             passed.early.clear()
             dY = [scale] * parts
         needed = [each if i >= passed.lowest else [] for i, each in enumerate(self._again)]
-        shelf = _Shelf(self._buckets, needed, -1, passed.kept, parts, self.schedule.prefetch, passed.clock, late)
+        ways = self.schedule.prefetch, passed.clock, late, leave
+        shelf = _Shelf(self._buckets, needed, -1, passed.kept, parts, *ways)
         each, settled = zip(dY, passed.backs, strict=True), None if leave else sums
         return Task([self._back_through(dY, backs, shelf, passed.left, settled) for dY, backs in each], list)
 

@@ -170,11 +170,11 @@ class Gathered:
     """The unsharded weights of a stage while a pass holds them, and where the gradients of its sub-batches add up.
 
     With several sub-batches (`uses`) gradients of low precision are added in fp32. With `late`, the matmuls that make
-    gradients wait for `settle`.
+    gradients wait for a pause in which there is nothing else to do; if they are `left`, for `settle`.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], weights: Tensors, uses: int, late: bool) -> None:
-        self.buckets, self._weights, self._uses, self.late = buckets, weights, uses, late
+    def __init__(self, buckets: Sequence[Bucket], weights: Tensors, uses: int, late: bool, left: bool = False) -> None:
+        self.buckets, self._weights, self._uses, self.late, self._left = buckets, weights, uses, late, left
         self._sums: Tensors = {}
         self._waiting: list[tuple[Callable[[], None], float]] = []
         self.shrunk = 1.0  # what gradients made in forward were multiplied by, so that they fit in fp16
@@ -232,7 +232,7 @@ class Gathered:
             work()
             return None
         self._waiting.append((work, flops))
-        return self._make_one
+        return None if self._left else self._make_one
 
     def _make_one(self) -> float:
         """The FLOPs it took."""

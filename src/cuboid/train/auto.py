@@ -64,6 +64,12 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
             chunks=1,
         ),
     )
+    if k.pipe > 1:
+        names = ("pipeline", "stages", "split")
+        how = {name: getattr(choice.schedule, name) for name in names} | {"beside": False}
+        chosen = replace(chosen, overlap=replace(chosen.overlap, **how))
+    else:
+        chosen = replace(chosen, overlap=replace(chosen.overlap, split=()))
     return chosen, f"{why(ranking)} {guess}".rstrip()
 
 
@@ -77,7 +83,8 @@ def for_ranks(config: TrainConfig, ranks: int, machine: str) -> tuple[TrainConfi
     for k in config.other_cuboids():
         if k.ranks == ranks:
             sizes = replace(config.cuboid, x=k.x, y=k.y, z=k.z, replicas=k.replicas, pipe=k.pipe)
-            return replace(config, cuboid=sizes), f"{short}: {k} of cuboid.others"
+            overlap = config.overlap if k.pipe == wanted.pipe else replace(config.overlap, split=())
+            return replace(config, cuboid=sizes, overlap=overlap), f"{short}: {k} of cuboid.others"
     try:
         changed, reason = planned(config, ranks, machine)
     except ValueError as error:

@@ -16,7 +16,7 @@ from cuboid.model.cuboid import Policy
 from cuboid.plan.explain import gigabytes
 from cuboid.plan.hardware import PRESETS
 from cuboid.plan.layer import Choice, Work
-from cuboid.plan.memory import planned
+from cuboid.plan.pipeline import planned
 from cuboid.plan.search import shapes
 from cuboid.plan.sizes import Sizes
 from cuboid.run.launch import World

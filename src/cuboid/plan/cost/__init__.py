@@ -26,6 +26,13 @@ class Cost:
     def parameters(self) -> int:
         return self.matrices + self.vectors
 
+    def add(self, other: "Cost") -> None:
+        """What another micro-batch sends and computes."""
+        for key, (calls, sent) in other.traffic.items():
+            self.traffic[key][0] += calls
+            self.traffic[key][1] += sent
+        self.flops += other.flops
+
     def bytes(self) -> dict[str, int]:
         total: defaultdict[str, int] = defaultdict(int)
         for (axis, _), (_, sent) in self.traffic.items():

@@ -1,0 +1,389 @@
+"""The step of a pipeline: how its blocks are split, when its stages run, what they hold. Sizes are arrays over
+candidates, all with the same number of places.
+
+    stages    the first, those between and the last are played on a `Tape` each; a further block takes as long as one
+    split     a block at a time to the stage that is done first, or, where that does not fit, holds the least
+    step      the moves of every place in their schedule's order, with messages on lanes of their own; then what is left
+              to sum over replicas, and the optimizer
+    memory    of every place: at the fullest moment of a backward, besides what forwards of other micro-batches saved
+
+With many micro-batches a few rounds are simulated, and every further round takes as long as the last.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from cuboid.mesh.cuboid import AXES, Cuboid
+from cuboid.model.freeze import Trained
+from cuboid.plan.hardware import Hardware
+from cuboid.plan.layer import STORED, Choice, Work
+from cuboid.plan.memory import Footprint, memory
+from cuboid.plan.memory import planned as memory_planned
+from cuboid.plan.sizes import Segment, Sizes, added
+from cuboid.plan.step import STEADY, StageTotals, prices_of, stage_totals
+from cuboid.plan.tape import Totals
+from cuboid.plan.time import Array, Prices
+from cuboid.step.pipeline import Slots, Split, orders, simulate
+from cuboid.step.schedule import Move, Order, Schedule
+
+FIRST, MIDDLE, LAST = Segment(ends=False), Segment(embeds=False, ends=False), Segment(embeds=False)
+ROUNDS = 3  # of as many micro-batches as places, that are simulated
+
+
+def stage_work(work: Work, layers: int = STEADY + 1) -> Work:
+    """Of a stage of so many blocks. A tied table is two here, one at each end. What is frozen is priced as trained."""
+    return replace(work, config=work.config.replace(layers=layers, tied=False), freeze="")
+
+
+class Pieces:
+    """Stages by what they have besides blocks, of one choice."""
+
+    def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool = True) -> None:
+        self.prices, self.work, self.sizes, self.choice = prices, work, sizes, choice
+        self.overlap, each = overlap, stage_work(work)
+        self._memory: dict[tuple[Segment, int, bool, int], Footprint] = {}
+        self.of: dict[Segment, StageTotals] = {
+            segment: stage_totals(prices, each, sizes, choice, segment, overlap, last=False)
+            for segment in (FIRST, MIDDLE, LAST)
+        }
+
+    @cached_property
+    def tails(self) -> dict[Segment, Totals]:
+        """What the last micro-batch takes besides: sums over replicas, and the optimizer."""
+        layers = max(1, round(self.work.config.layers / int(self.sizes.pipe[0])))
+        each, found = (self.prices, stage_work(self.work, layers), self.sizes, self.choice), {}
+        for segment in (FIRST, MIDDLE, LAST):
+            last, other = (stage_totals(*each, segment, self.overlap, last).of(layers)[1] for last in (True, False))
+            found[segment] = last.plus(other, -1)
+        return found
+
+    def memory(self, segment: Segment, blocks: int, before: bool, choice: Choice) -> Footprint:
+        """Of a stage alone in its backward, with or without gradients of micro-batches before."""
+        key = segment, blocks, before, choice.schedule.stages
+        if key not in self._memory:
+            work = replace(stage_work(self.work, blocks), micro_batches=2 if before else 1)
+            saved = self.of[segment].of(blocks)[1].saved
+            self._memory[key] = memory(self.prices.hw, work, self.sizes, choice, saved, segment)
+        return self._memory[key]
+
+    def block(self, segment: Segment) -> Array:
+        """Seconds that a block adds to a stage."""
+        before, after, back_before, back_after = (each.seconds for each in self.of[segment].marks)
+        return after - before + back_after - back_before
+
+
+def segment_of(stage: int, last: int) -> Segment:
+    return FIRST if stage == 0 else LAST if stage == last else MIDDLE
+
+
+# Which blocks
+
+
+def dealt(layers: int, fixed: Sequence[Array], each: Sequence[Array]) -> Array:
+    """[stages, candidates] blocks of each stage: one, and one more at a time to the stage that then has the least: what
+    is fixed, and so much for each block. Of equals the first."""
+    load, more = np.stack(fixed) + np.stack(each), np.stack(each)
+    blocks, columns = np.ones(load.shape, dtype=np.int64), np.arange(load.shape[1])
+    for _ in range(layers - len(load)):
+        least = (load + more).argmin(0)
+        blocks[least, columns] += 1
+        load[least, columns] += more[least, columns]
+    return blocks
+
+
+# Messages
+
+
+def crossings(hw: Hardware, cuboid: Cuboid, place: int) -> tuple[int, int]:
+    """Of the messages that the ranks of a place send to the next one: how many leave one node, and one group of nodes,
+    at most."""
+    ranks = cuboid.array(AXES).reshape(cuboid.pipe, -1)
+    senders, receivers = ranks[place], ranks[(place + 1) % cuboid.pipe]
+
+    def leaving(share: int) -> int:
+        out = senders[senders // share != receivers // share]
+        return int(np.unique(out // share, return_counts=True)[1].max()) if len(out) else 0
+
+    return leaving(hw.node), leaving(hw.node * hw.group) if hw.group else 0
+
+
+def hops(hw: Hardware, sizes: Sizes, size: Array) -> list[Array]:
+    """Seconds of a message of so many bytes from each place to the next, all ranks of a place sending at once."""
+    found, known = [], dict[tuple[int, int], tuple[int, int]]()
+    strides = [prod(k.sizes[axis] for axis in k.order[k.order.index("pipe") + 1 :]) for k in sizes.cuboids]
+    for place in range(int(sizes.pipe[0])):
+        for cuboid, stride in zip(sizes.cuboids, strides, strict=True):
+            if (stride, place) not in known:
+                known[stride, place] = crossings(hw, cuboid, place)
+        nodes, groups = np.array([known[stride, place] for stride in strides]).T
+        near, far = hw.link("inside", "all_gather"), hw.link("across", "all_gather")
+        wire = min(far.bandwidth, hw.wire) if hw.wire else far.bandwidth
+        seconds = np.where(nodes, far.base + nodes * size / wire, near.base + size / near.bandwidth)
+        found.append(np.maximum(seconds, groups * size / hw.uplink) if hw.group else seconds)
+    return found
+
+
+# The step
+
+
+def simulated(
+    orders_of: Callable[[int], Sequence[Order]],
+    places: int,
+    micro_batches: int,
+    seconds: Callable[[Move], Array],
+    hop: Callable[[Move], Array],
+) -> list[Array]:
+    """When each place has done its moves."""
+
+    def ends(count: int) -> list[Array]:
+        slots, found = simulate(orders_of(count), seconds, hop, np.maximum), []
+        for order in orders_of(count):
+            found.append(slots[order[-1][-1]][1])
+        return found
+
+    if micro_batches <= (ROUNDS + 1) * places:
+        return ends(micro_batches)
+    before, after = ends((ROUNDS - 1) * places), ends(ROUNDS * places)
+    further = (micro_batches - ROUNDS * places) / places
+    return [b + further * (b - a) for a, b in zip(before, after, strict=True)]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """What a place of a pipeline does in a step, and holds."""
+
+    blocks: list[int]  # of each of its stages
+    forward: float  # seconds of a micro-batch, all its stages
+    backward: float
+    idle: float  # seconds of the step
+    memory: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+
+class Pipelines:
+    """Of one choice and one schedule, for every candidate of so many places; the `tails` of another choice will do.
+    Blocks are split as the schedule says, or for the least `time` or `memory`."""
+
+    def __init__(self, pieces: Pieces, schedule: Schedule, tails: Pieces | None = None, least: str = "") -> None:
+        self.pieces, self.work, self.sizes, self.hw = pieces, pieces.work, pieces.sizes, pieces.prices.hw
+        self.schedule, self.choice = schedule, replace(pieces.choice, schedule=schedule)
+        self.pipe, self.m = int(self.sizes.pipe[0]), self.work.micro_batches
+        self.count = self.pipe * schedule.stages  # of stages
+        self._tails = (tails or pieces).tails
+        self._segments = [segment_of(stage, self.count - 1) for stage in range(self.count)]
+        self.orders = orders(schedule, self.pipe, self.m)
+        self.blocks = {"": self._given, "time": self._for_time, "memory": self._for_memory}[least]()
+        self.totals = [pieces.of[segment].of(n) for segment, n in zip(self._segments, self.blocks, strict=True)]
+        self.seconds, self.ends = self._seconds()
+
+    # Split
+
+    def _given(self) -> Array:
+        blocks = Split.of(self.work.config.layers, self.pipe, self.schedule).blocks
+        return np.repeat(np.array(blocks)[:, None], len(self.sizes.cuboids), 1)
+
+    def _for_time(self) -> Array:
+        fixed, each = [], []
+        for segment in self._segments:
+            each.append(self.pieces.block(segment))
+            fixed.append(self.pieces.of[segment].both.seconds - self.pieces.of[segment].layers * each[-1])
+        return dealt(self.work.config.layers, fixed, each)
+
+    def _for_memory(self) -> Array:
+        """By what is at rest and saved."""
+        fixed, each, alive = [], [], self._most_alive()
+        for stage, segment in enumerate(self._segments):
+            one, two = (
+                4 * self._parameters(segment, n) + alive[stage] * self.pieces.of[segment].of(n)[1].saved for n in (1, 2)
+            )
+            each.append(two - one)
+            fixed.append(2 * one - two)
+        return dealt(self.work.config.layers, fixed, each)
+
+    # Time
+
+    def _part(self, move: Move) -> Array:
+        """Seconds of a move."""
+        forward, both = self.totals[move.stage]
+        if move.kind == "F":
+            return forward.seconds
+        if move.kind == "W":
+            return np.asarray(both.dW)
+        left = both.dW if self.schedule.pipeline == "zero-bubble" else 0.0
+        return both.seconds - forward.seconds - left
+
+    def _hop(self) -> Callable[[Move], Array]:
+        s, itemsize = self.sizes, self.pieces.prices.itemsize
+        between = hops(self.hw, s, s.m // s.y * s.d * itemsize)
+        last = self.count - 1
+
+        def hop(move: Move) -> Array | float:
+            place = move.stage % self.pipe
+            if move.kind == "F" and move.stage < last:
+                return between[place]
+            return between[(place - 1) % self.pipe] if move.kind == "B" and move.stage > 0 else 0.0
+
+        return hop  # type: ignore[return-value]
+
+    def _seconds(self) -> tuple[Array, list[Array]]:
+        """Of the step, and when each place has done its moves."""
+        ends = simulated(
+            lambda count: orders(self.schedule, self.pipe, count), self.pipe, self.m, self._part, self._hop()
+        )
+        done = [end + self.tail(place).seconds for place, end in enumerate(ends)]
+        return np.maximum.reduce(done) + self._exchange(), ends
+
+    def tail(self, place: int) -> Totals:
+        first, *others = (self._tails[self._segments[stage]] for stage in self.stages(place))
+        for each in others:
+            first = first.plus(each, 1)
+        return first
+
+    def _exchange(self) -> Array:
+        """A tied table's gradients, between the first place and the last."""
+        if not self.work.config.tied:
+            return np.zeros(len(self.sizes.cuboids))
+        size = self.sizes.head_weight.shard * STORED
+        return hops(self.hw, self.sizes, size)[-1]
+
+    def stages(self, place: int) -> range:
+        return range(place, self.count, self.pipe)
+
+    def of_step(self, place: int) -> Totals:
+        """All that a place does in a step."""
+        found = self.tail(place)
+        for stage in self.stages(place):
+            found = found.plus(self.totals[stage][1], self.m)
+        return found
+
+    def slots(self, i: int) -> Slots:
+        """When the moves of a candidate begin and end."""
+
+        def one(value: Array | float) -> float:
+            return float(np.broadcast_to(value, len(self.sizes.cuboids))[i])
+
+        hop = self._hop()
+        return simulate(self.orders, lambda move: one(self._part(move)), lambda move: one(hop(move)))
+
+    # Memory
+
+    def _alive(self, place: int) -> list[tuple[Move, Counter[int], Counter[int], bool]]:
+        """Of each backward of a place: how many forwards of each stage are alive besides its own, how many backwards'
+        weight gradients are left to be made, and whether gradients of others are there."""
+        alive, left, found, any_before = Counter[int](), Counter[int](), [], False
+        for moves in self.orders[place]:
+            for kind, _, stage in moves:
+                alive[stage] += kind == "F"
+            for move in moves:
+                if move.kind == "B":
+                    alive[move.stage] -= 1
+                    found.append((move, Counter(alive), Counter(left), any_before))
+                    any_before = True
+                    left[move.stage] += self.schedule.pipeline == "zero-bubble"
+                elif move.kind == "W":
+                    left[move.stage] -= 1
+        return found
+
+    def _most_alive(self) -> list[int]:
+        """Forwards of each stage at most."""
+        found = [0] * self.count
+        for place in range(self.pipe):
+            for move, alive, _, _ in self._alive(place):
+                for stage in self.stages(place):
+                    found[stage] = max(found[stage], alive[stage] + (stage == move.stage))
+        return found
+
+    def footprint(self, place: int) -> Footprint:
+        """At the fullest backward of a place."""
+        found: list[Footprint] = []
+        others: dict[tuple[int, bool], list[Array]] = {}  # by stage, and whether gradients are there
+        for move, alive, left, before in self._alive(place):
+            held = [self._saved(each, count) for each, count in alive.items()]
+            held += [self._left(each, count) for each, count in left.items()]
+            others.setdefault((move.stage, before), []).append(added([np.zeros_like(self.sizes.x), *held]))
+        most = {case: np.maximum.reduce(held) for case, held in others.items()}
+        for (stage, before), held in most.items():
+            later = most.get((stage, True))
+            if before or later is None or (held > later).any():  # else a later backward has the gradients too
+                found.append(self._of_stage(stage, before, held))
+        peaks = np.stack([each.peak for each in found]).argmax(0)
+        values = {
+            name: np.choose(peaks, [getattr(each, name) for each in found])
+            for name in (each.name for each in fields(Footprint))
+        }
+        return Footprint(**values)
+
+    def _saved(self, stage: int, count: int) -> Array:
+        """By so many forwards of a stage."""
+        return count * self.totals[stage][1].saved
+
+    def _left(self, stage: int, count: int) -> Array:
+        """What weight gradients of so many backwards are made of: X and dY of every product, gathered."""
+        s, c, blocks = self.sizes, self.work.config, self.blocks[stage]
+        inner = s.f * (2 if c.gated else 1)
+        products = s.d + s.q + 2 * s.kv + s.q + s.d + s.d + inner + s.f + s.d
+        return count * blocks * s.m * products * self.pieces.prices.itemsize
+
+    def _of_stage(self, stage: int, before: bool, others: Array) -> Footprint:
+        """In its backward, with what others have saved, and what the place's other stages have at rest."""
+        segment, choice = self._segments[stage], self.choice
+        parts: list[tuple[Array, Footprint]] = []
+        for n in np.unique(self.blocks[stage]).tolist():
+            parts.append((self.blocks[stage] == n, self.pieces.memory(segment, n, before, choice)))
+        found = parts[0][1]
+        for here, other in parts[1:]:
+            found = Footprint(
+                *(np.where(here, getattr(other, each.name), getattr(found, each.name)) for each in fields(Footprint))
+            )
+        others_here = [each for each in self.stages(stage % self.pipe) if each != stage]
+        rest = [self._parameters(self._segments[each], self.blocks[each]) for each in others_here]
+        more = added([np.zeros_like(self.sizes.x), *rest])
+        s = self.sizes
+        messages = (not segment.ends) * s.m // s.y * s.d * self.pieces.prices.itemsize  # one received ahead
+        return Footprint(
+            found.parameters + more,
+            found.gradients + more * before,
+            found.optimizer + 2 * more,
+            found.activations + others,
+            found.buffers + messages,
+        )
+
+    def _parameters(self, segment: Segment, blocks: Array | int) -> Array:
+        """Bytes of a stage's."""
+        one, two = (self.sizes.elements(Trained(stage_work(self.work, n).config), segment) for n in (1, 2))
+        return STORED * (one + (blocks - 1) * (two - one))
+
+    @cached_property
+    def footprints(self) -> list[Footprint]:
+        return [self.footprint(place) for place in range(self.pipe)]
+
+    @property
+    def peak(self) -> Array:
+        return np.maximum.reduce([each.peak for each in self.footprints])
+
+    def split(self, i: int) -> tuple[int, ...]:
+        """The schedule's of a candidate; none where blocks are dealt as they would be without."""
+        blocks = tuple(self.blocks[:, i].tolist())
+        plain = Split.of(self.work.config.layers, self.pipe, replace(self.schedule, split=()))
+        return () if blocks == plain.blocks else blocks
+
+
+def planned(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice) -> Footprint:
+    """Of the first rank of a cuboid, or of the fullest place of a pipeline of them."""
+    if cuboid.pipe == 1:
+        return memory_planned(hw, work, cuboid, choice)
+    found = pipeline_of(hw, work, cuboid, choice).footprints
+    return max(found, key=lambda each: int(each.peak[0]))
+
+
+def pipeline_of(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice, overlap: bool = True) -> Pipelines:
+    sizes = Sizes(work.config, [cuboid], hw.node, work.batch, work.seq, hw.group)
+    return Pipelines(Pieces(prices_of(hw, work, sizes), work, sizes, choice, overlap), choice.schedule)

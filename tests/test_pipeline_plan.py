@@ -1,0 +1,75 @@
+"""The planner on pipelines: what a place holds, sends and computes, how blocks are split, when stages run."""
+
+from dataclasses import replace
+
+import pytest
+
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import Policy
+from cuboid.plan.dry import compare, dry_run
+from cuboid.plan.hardware import PRESETS, Link, every_kind
+from cuboid.plan.layer import Choice, Work
+from cuboid.plan.search import predict, rank, timeline
+from cuboid.step.schedule import Schedule
+
+H100, CPU = PRESETS["h100-ndr"], PRESETS["cpu"]
+GPT2 = ModelConfig("gpt2", layers=8, hidden=256, heads=8, vocab=1000, context=128)
+LLAMA = ModelConfig("llama", layers=9, hidden=256, heads=8, kv_heads=4, vocab=600, context=128, tied=True)
+
+
+def scheduled(name: str, **more: object) -> Schedule:
+    return Schedule(pipeline=name, stages=2 if name == "interleaved" else 1, **more)  # type: ignore[arg-type]
+
+
+HELD = [
+    (GPT2, Cuboid(2, 2, 1, pipe=4), Choice(schedule=scheduled("1f1b")), "nccl"),
+    (GPT2, Cuboid(2, 2, 1, pipe=4), Choice(schedule=scheduled("gpipe")), "nccl"),
+    (GPT2, Cuboid(2, 2, 1, pipe=4), Choice(schedule=scheduled("interleaved")), "nccl"),
+    (GPT2, Cuboid(2, 2, 1, pipe=4), Choice(schedule=scheduled("zero-bubble")), "nccl"),
+    (LLAMA, Cuboid(1, 2, 2, pipe=3), Choice("full", schedule=scheduled("1f1b", split=(4, 3, 2))), "gloo"),
+    (LLAMA, Cuboid(2, 1, 2, 2, pipe=2), Choice("selective", Policy("retain"), scheduled("1f1b", parts=2)), "gloo"),
+    (LLAMA, Cuboid(1, 1, 2, pipe=4), Choice(schedule=scheduled("zero-bubble")), "gloo"),
+]
+
+
+@pytest.mark.parametrize(("config", "cuboid", "choice", "backend"), HELD, ids=lambda each: str(each)[:40])
+def test_planner_peak_of_every_place_matches_dry_run(
+    config: ModelConfig, cuboid: Cuboid, choice: Choice, backend: str
+) -> None:
+    """And calls, bytes, FLOPs and parameters are equal."""
+    work = Work(config, 8, 128, "bf16" if backend == "nccl" else "fp32", 8)
+    plan = predict(H100 if backend == "nccl" else CPU, work, cuboid, choice)
+    for place in range(cuboid.pipe):
+        first = cuboid.rank(cuboid.coordinates(0) | {"pipe": place})
+        found = compare(dry_run(work, cuboid, choice, first, backend), plan, work, first)
+        peak = next(each for each in found if each.what == "bytes at the peak")
+        print(f"place {place}: {peak.counted:,} bytes counted, {peak.planned / peak.counted - 1:+.1%} planned")
+        assert [each for each in found if not each.ok] == []
+        assert peak.planned == pytest.approx(peak.counted, rel=0.05)
+
+
+def test_planner_pipe_joins_groups_of_nodes_behind_a_slow_link() -> None:
+    """Two groups of four nodes, whose link is ten times slower than a node's."""
+    config = ModelConfig("gpt2", layers=12, hidden=512, heads=8, vocab=1000, context=128, tied=False)
+    link = every_kind(Link(0.0, 0.0, 1e9))
+    hw = replace(H100, node=1, inside={}, across=link, rate={"fp32": 1e13}, peak={"fp32": 1e13}, group=4, uplink=1e8)
+    work = Work(config, 8, 128, "fp32", 8)
+    best = rank(hw, work, 8).plans
+    flat = next(plan for plan in best if plan.cuboid.pipe == 1)
+    assert (best[0].cuboid.pipe, best[0].seconds < flat.seconds / 1.2) == (2, True)
+    assert predict(replace(hw, uplink=1e10), work, flat.cuboid, flat.choice).seconds < flat.seconds / 1.2
+    assert predict(hw, work, best[0].cuboid, best[0].choice).seconds == pytest.approx(best[0].seconds, rel=0.02)
+
+
+def test_planner_splits_blocks_so_that_the_head_is_paid_for() -> None:
+    """The head of a large vocabulary takes as long as several blocks, so the last stage has fewer of them."""
+    config = ModelConfig("llama", layers=16, hidden=512, heads=8, vocab=60000, context=128)
+    work = Work(config, 8, 128, "bf16", 8)
+    (plan,) = rank(H100, work, 4, Cuboid(pipe=4)).plans
+    blocks = [sum(place.blocks) for place in plan.places]
+    assert sum(blocks) == 16
+    assert blocks[-1] < blocks[0]
+    even = predict(H100, work, plan.cuboid, replace(plan.choice, schedule=replace(plan.choice.schedule, split=())))
+    assert plan.seconds < even.seconds
+    assert len(timeline(work, plan)) == len({str(each) for each in timeline(work, plan)})
