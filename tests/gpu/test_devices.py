@@ -3,12 +3,12 @@
 import os
 import warnings
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch import Tensor
 
 import cuboid.verify
 from cuboid import device, fuse
@@ -22,10 +22,20 @@ from cuboid.model.config import ModelConfig
 from cuboid.run.launch import Pool, World
 
 
-def test_spec_join_takes_pieces_where_they_lie() -> None:
-    spec = Spec((4, 2), (("x",), ()))
-    with FakeTensorMode(), pytest.raises(DataDependentOutputException):  # they met; whether they agree nobody can say
-        spec.join([torch.zeros(2, 2, device="cuda:0")] * 2, Cuboid(2, 1, 1))
+class Piece(Tensor):
+    """Notes what is made like it: on its own device."""
+
+    made: ClassVar[list[Any]] = []
+
+    def new_full(self, size: Any, fill_value: Any, **options: Any) -> Tensor:
+        self.made.append((size, options))
+        return torch.full(size, fill_value)
+
+
+def test_spec_join_makes_the_whole_where_pieces_lie() -> None:
+    whole = Spec((4, 2), (("x",), ())).join([torch.ones(2, 2).as_subclass(Piece)] * 2, Cuboid(2, 1, 1))
+    assert torch.equal(whole, torch.ones(4, 2))
+    assert Piece.made == [((4, 2), {})]
 
 
 def test_take_gives_a_gpu_where_every_rank_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
