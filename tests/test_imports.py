@@ -14,6 +14,7 @@ PACKAGES = (
     "lazy",
     "dtypes",
     "device",
+    "fuse",
     "comm",
     "mesh",
     "run",

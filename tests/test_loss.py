@@ -32,7 +32,8 @@ def in_parts(logits: Tensor, targets: Tensor, loss: Loss, sizes: tuple[int, ...]
     parts = [logits[:, a:b].clone() for a, b in pairwise(starts)]
     merged = torch.stack([loss.parts(part, targets, start) for part, start in zip(parts, starts, strict=False)])
     total, count, lse = loss.merge(merged, targets, VOCAB)
-    gradients = [loss.gradient(part, targets, start, lse, VOCAB) for part, start in zip(parts, starts, strict=False)]
+    placed = zip(parts, starts, strict=False)
+    gradients = [loss.gradient(part, targets, start, lse, VOCAB, part.dtype) for part, start in placed]
     return total, count, torch.cat(gradients, -1)
 
 

@@ -2,12 +2,14 @@
 
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -15,16 +17,17 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def gpu_count() -> int:
+    """Asked without CUDA: a process that has used it forks ranks that cannot."""
+    return torch.cuda.device_count()
+
+
 def any_gpu() -> bool:
-    return torch.cuda.is_available()
+    return gpu_count() > 0
 
 
 def gpu_names() -> list[str]:
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-
-
-def gpu_count() -> int:
-    return torch.cuda.device_count()
+    return [name for name, _ in _in_child(_properties)] if any_gpu() else []
 
 
 def gpu_software() -> dict[str, str]:
@@ -44,19 +47,47 @@ def name_of(device: torch.device) -> str:
 
 
 def gpu_at_hand() -> tuple[str, int] | None:
-    """Name and bytes of the current GPU, if there is one."""
-    if not any_gpu():
-        return None
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return found.name, found.total_memory
+    """Name and bytes of the first GPU, if there is one."""
+    return _in_child(_properties)[0] if any_gpu() else None
 
 
-def take(local: int) -> torch.device:
-    """The device of the host's rank number `local`, from now on the current one: a GPU if there are any."""
-    if not any_gpu():
+def _properties() -> list[tuple[str, int]]:
+    found = [torch.cuda.get_device_properties(i) for i in range(gpu_count())]
+    return [(each.name, each.total_memory) for each in found]
+
+
+def _in_child(ask: Callable[[], Any]) -> Any:
+    """The answer of a process that may use CUDA, as this one, which may fork ranks, must not."""
+    with get_context("fork").Pool(1) as child:
+        return child.apply(ask)
+
+
+def take(local: int, ranks: int) -> torch.device:
+    """The device of rank number `local` of a host's `ranks`, from now on the current one: a GPU if each has one."""
+    if gpu_count() < ranks:
         return torch.device("cpu")
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # sizes vary: no holes are lost
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def of_world() -> torch.device:
+    """What the ranks of the process group compute on: the current GPU if NCCL connects them."""
+    if not any_gpu() or dist.group.WORLD is None:
+        return torch.device("cpu")
+    return current("cuda") if backend_of(dist.group.WORLD, torch.device("cuda")) == "nccl" else torch.device("cpu")
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """By which a group sends what lies on the device; "" if by none."""
+    name = str(dist.get_backend(group))
+    if name != "undefined" and ":" not in name:
+        return name
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:
+        return ""
 
 
 def current(kind: str) -> torch.device:
@@ -65,6 +96,11 @@ def current(kind: str) -> torch.device:
 
 def backend_for(device: torch.device) -> str:
     return "nccl" if is_gpu(device) else "gloo"
+
+
+def group_options(device: torch.device) -> Any:
+    """Of process groups: NCCL's kernels go before those that compute, which would else hold up what others wait for."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if is_gpu(device) else None
 
 
 def prepare_deterministic() -> None:
@@ -220,11 +256,12 @@ class DeviceClock:
 
 class Stamps:
     """Of a collective on a GPU, which only tells its stream to wait: when it was launched, awaited and there, as events
-    that are read later."""
+    that are read later. It stands for `weight` collectives; for 0 it is not timed."""
 
-    def __init__(self) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        self._events[0].record()
+    def __init__(self, weight: int) -> None:
+        self.weight = weight
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3 if weight else 0)]
+        self._record(0)
 
     @property
     def launched(self) -> Any:
@@ -232,10 +269,14 @@ class Stamps:
         return self._events[0]
 
     def awaited(self) -> None:
-        self._events[1].record()
+        self._record(1)
 
     def there(self) -> None:
-        self._events[2].record()
+        self._record(2)
+
+    def _record(self, which: int) -> None:
+        if self._events:
+            self._events[which].record()
 
     def seconds(self) -> tuple[float, float]:
         """From launch until it was awaited, and until it was there."""

@@ -265,8 +265,8 @@ class SummaLoss(SummaLogits):
         sums = torch.stack((total, counted.to(total.dtype)))
         if not at.train:
             return sums, None
-        dlogits, w.shrunk = loss.gradient(logits, targets, start, lse, self.vocab), shrinkage(X.dtype, len(X))
-        dX, dT = self.gradients(dlogits.to(X.dtype), X, T, w.shrunk)
+        dlogits, w.shrunk = loss.gradient(logits, targets, start, lse, self.vocab, X.dtype), shrinkage(X.dtype, len(X))
+        dX, dT = self.gradients(dlogits, X, T, w.shrunk)
         w.add(self.weight, dT)
         return sums, Back(partial(self._scaled, [dX.view(X_s.shape)]))
         yield

@@ -41,14 +41,13 @@ def all_gather(x: Tensor, axis: Axis, pieces: Sequence[int] = ()) -> Flight:
     everyone's second, and so on."""
     if axis.size == 1:
         return landed(x)
-    x, gather = x.contiguous(), axis.transport.all_gather
+    x = x.contiguous()
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     span = _launched("all_gather", whole.shape, whole.dtype, axis)
     if len(pieces) <= 1:
-        return Launched(gather(x, whole), lambda: whole, span, axis)
+        return Launched(axis.transport.all_gather(x, whole), lambda: whole, span, axis)
     places = whole.split([axis.size * rows for rows in pieces])
-    works = [work for piece, place in zip(x.split(pieces), places, strict=True) for work in gather(piece, place)]
-    return Launched(works, lambda: whole, span, axis)
+    return Launched(axis.transport.all_gather_each(x.split(pieces), places), lambda: whole, span, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Flight:

@@ -99,7 +99,8 @@ class Launched(Flight):
             if ledger.clock is not None:
                 span.launched = ledger.clock.read(stamps.launched)
             start, stop = (span.launched + seconds for seconds in stamps.seconds())
-            ledger.waited(span, start, stop)
+            ledger.waited(span, start, stop, stamps.weight)
             span.landed = stop
 
-        ledger.later(settle)
+        if stamps.weight:
+            ledger.later(settle)

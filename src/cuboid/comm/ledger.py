@@ -53,9 +53,10 @@ class Ledger:
             self.spans.append(span)
         return span
 
-    def waited(self, span: Span, start: float, stop: float) -> None:
+    def waited(self, span: Span, start: float, stop: float, weight: int = 1) -> None:
+        """Of as many collectives as `weight`, of which this one was timed."""
         span.waited, span.resumed = start, stop
-        span.entry.exposed += stop - start
+        span.entry.exposed += weight * (stop - start)
 
     def later(self, settle: Callable[[], None]) -> None:
         """Have `settle` called before the next reading: a device's clock is only read once it has caught up."""

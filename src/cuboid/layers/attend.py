@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from cuboid.comm.axis import Axis
 from cuboid.comm.flight import Pause, Steps
+from cuboid.fuse import Fuse, plain
 from cuboid.layers.attention import Cache, attend, attend_both_ways, attend_cached, rotate
 from cuboid.mesh.layout import ceil_div
-from cuboid.step.fuse import Fuse, plain
 from cuboid.step.op import Layer, Local, Some, chain, moved, recomputed
 from cuboid.step.weights import Gathered
 

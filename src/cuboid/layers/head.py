@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind, all_gather, reduce_scatter
 from cuboid.comm.flight import Pause, Steps
+from cuboid.fuse import Fuse, plain
 from cuboid.layers.loss import Loss
 from cuboid.layers.product import mm
 from cuboid.mesh.layout import ceil_div, cut
@@ -35,6 +36,7 @@ class HeadLoss:
     mesh: Mesh
     elements: int
     kind: Kind = "all_gather"
+    fuse: Fuse = plain
 
     takes, gives = "residual", "loss"
     spares_dX = True  # where it is a stage by itself and the lowest that is trained
@@ -70,7 +72,7 @@ class HeadLoss:
 
     def _rows(self, X: Tensor, w: Gathered, at: Any, sums: Tensor, dW: Tensor | None) -> Tensor | None:
         """dX [s, b, d/z], if it is needed; losses and dW are added to `sums` and `dW`."""
-        mesh, W, loss, (s, b) = self.mesh, w[self.weight], at.loss or Loss(), at.targets.shape
+        mesh, fuse, W, loss, (s, b) = self.mesh, self.fuse, w[self.weight], at.loss or Loss(), at.targets.shape
         start, _ = cut(self.vocab, mesh.y.size, mesh.y.index)
         chunk = chunk_rows(s, mesh.z.size, b * ceil_div(self.vocab, mesh.y.size), self.elements)
         dX = torch.empty_like(X) if at.train and not at.lowest else None
@@ -80,12 +82,12 @@ class HeadLoss:
             X_m = X[rows].flatten(0, 1)
             mine = at.targets[rows].chunk(mesh.z.size)[mesh.z.index].flatten()
             logits = reduce_scatter(X_m @ W.T, mesh.z, dtype=sums.dtype).wait()  # (1)
-            parts = all_gather(loss.parts(logits, mine, start)[None], mesh.y).wait()
-            total, counted, lse = loss.merge(parts, mine, self.vocab)
+            parts = all_gather(fuse(loss.parts)(logits, mine, start)[None], mesh.y).wait()
+            total, counted, lse = fuse(loss.merge)(parts, mine, self.vocab)
             sums += torch.stack((total, counted.to(sums.dtype)))
             if at.train:
-                dlogits = loss.gradient(logits, mine, start, lse, self.vocab)
-                dlogits = all_gather(dlogits.to(X.dtype), mesh.z).wait()
+                dlogits = fuse(loss.gradient)(logits, mine, start, lse, self.vocab, X.dtype)
+                dlogits = all_gather(dlogits, mesh.z).wait()
                 if dX is not None:
                     mm(dlogits, W, dX[rows].flatten(0, 1), add=False)  # (2)
                 if dW is not None:

@@ -67,8 +67,10 @@ class Loss:
         counts = targets != self.ignore_index
         return torch.where(counts, loss, 0).sum(), counts.sum(), lse
 
-    def gradient(self, logits: Tensor, targets: Tensor, start: int, lse: Tensor, vocab: int) -> Tensor:
-        """d(sum of the rows' losses)/d logits, in the place of the logits."""
+    def gradient(
+        self, logits: Tensor, targets: Tensor, start: int, lse: Tensor, vocab: int, dtype: torch.dtype
+    ) -> Tensor:
+        """d(sum of the rows' losses)/d logits, in `dtype`. The memory of the logits is used up."""
         classes = logits.shape[1]
         d = logits.sub_(lse[:, None]).exp_()
         if self.z_loss:
@@ -80,7 +82,7 @@ class Loss:
         if classes:
             hit = has.to(d.dtype) * (self.label_smoothing - 1)
             d.scatter_add_(1, local.clamp(0, classes - 1)[:, None], hit[:, None])
-        return d.mul_((targets != self.ignore_index)[:, None])
+        return d.mul_((targets != self.ignore_index)[:, None]).to(dtype)
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ Saved: x, and one or two numbers a row.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce
 from cuboid.comm.flight import Pause, Steps
-from cuboid.step.fuse import Fuse, plain
+from cuboid.fuse import Fuse, plain
 from cuboid.step.op import Ahead, Back
 from cuboid.step.weights import Gathered
 
@@ -46,17 +47,21 @@ class Normalise:
         flight = (all_gather if centred else all_reduce)(self.fuse(statistics)(x, centred), self.z)
         pause = Pause(sent=max(x.element_size(), 4) * x.shape[0] * x.shape[1] * (self.z.size - 1), axis=self.z.name)
         yield pause
-        stats = merge(flight.wait(), n, self.eps, centred)
-        y = self.fuse(scaled)(x, stats, *(w[p] for p in self._parameters))
+        y, stats = self.fuse(merged_scaled)(flight.wait(), x, n, self.eps, centred, *(w[p] for p in self._parameters))
         del flight, w
 
         def run(dy: Tensor, w: Gathered, before: Ahead) -> Steps:
-            g, x_hat, sums, *dw = self.fuse(backward_sums)(dy, x, stats, w[self.weight], n, self._trained)
+            if self.fuse is plain:
+                g, x_hat, sums, *dw = backward_sums(dy, x, stats, w[self.weight], n, self._trained)
+                finish = partial(gradient, g, x_hat, stats[-1][..., None])
+            else:  # g and x̂ are made again: fused, that takes less than to write and read them
+                sums, *dw = self.fuse(sums_alone)(dy, x, stats, w[self.weight], n, self._trained)
+                finish = partial(self.fuse(gradient_again), dy, x, stats, w[self.weight])
             flight = all_reduce(sums, self.z)
             self._add(w, dw)
             del dy, dw, sums, w
             yield pause
-            return self.fuse(gradient)(g, x_hat, stats[-1][..., None], flight.wait()[..., None]).to(x.dtype)
+            return finish(flight.wait()[..., None]).to(x.dtype)
 
         return y, Back(run) if at.train else None
 
@@ -113,6 +118,31 @@ def scaled(x: Tensor, stats: Tensor, w: Tensor, b: Tensor | None = None) -> Tens
     """y"""
     x_hat = normalised(x, stats)
     return (x_hat * w if b is None else torch.addcmul(b, x_hat, w)).to(x.dtype)
+
+
+def merged_scaled(
+    parts: Tensor, x: Tensor, n: int, eps: float, centred: bool, *weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """y, and the merged statistics"""
+    stats = merge(parts, n, eps, centred)
+    return scaled(x, stats, *weights), stats
+
+
+def sums_alone(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, n: int, trained: Sequence[bool]) -> tuple[Tensor, ...]:
+    """`backward_sums` without g and x̂, to be fused: row sums, then those of weights."""
+    x_hat = normalised(x, stats)
+    dy, w = dy.to(x_hat.dtype), w.to(x_hat.dtype) / n
+    products = (dy, dy * x_hat) if len(stats) == 2 else (dy * x_hat,)
+    rows = [(each * w).sum(-1) for each in products]
+    of_weights = [each.sum((0, 1)) for each, wanted in zip(reversed(products), trained, strict=True) if wanted]
+    return torch.stack(rows) if len(rows) > 1 else rows[0][None], *of_weights
+
+
+def gradient_again(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, sums: Tensor) -> Tensor:
+    """dx, from what is held anyway"""
+    x_hat = normalised(x, stats)
+    g = dy.to(x_hat.dtype) * w.to(x_hat.dtype)
+    return gradient(g, x_hat, stats[-1][..., None], sums).to(x.dtype)
 
 
 def backward_sums(

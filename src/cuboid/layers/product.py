@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, reduce_scatter
 from cuboid.comm.flight import Flight, Pause, Steps, landed
+from cuboid.device import is_gpu
 from cuboid.step.op import Ahead, Back, nothing
 from cuboid.step.weights import Gathered, joined
 
@@ -318,7 +319,9 @@ def weight_gradient(dY: Tensor, X: Tensor, dW: Tensor, add: bool) -> None:
 
 def mm(A: Tensor, B: Tensor, out: Tensor, add: bool) -> None:
     """out (+)= A B, into a view. A wider `out` adds up matmuls of low precision."""
-    if out.dtype != A.dtype:
+    if out.dtype != A.dtype and is_gpu(out.device):  # where a matmul can be of another dtype than its factors
+        torch.addmm(out, A, B, out_dtype=out.dtype, beta=float(add), out=out)
+    elif out.dtype != A.dtype:
         out.add_(A @ B) if add else out.copy_(A @ B)
     elif add:
         out.addmm_(A, B)

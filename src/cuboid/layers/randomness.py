@@ -61,7 +61,7 @@ def normal(key: int, shape: tuple[int, ...], ranges: tuple[tuple[int, int], ...]
     return out.view(slice_shape)
 
 
-def dropout(x: Tensor, p: float, key: int, index: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def dropout(x: Tensor, p: float, key: int | Tensor, index: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Drop elements of x [s, b, d] by their global indices (positions, samples, features). No mask is kept."""
     if p == 0:
         return x

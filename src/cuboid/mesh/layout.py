@@ -105,7 +105,7 @@ class Spec:
 
     def join(self, pieces: Sequence[Tensor], cuboid: Cuboid) -> Tensor:
         """The whole, from every rank's piece in rank order. Raises if copies of one element differ."""
-        whole = torch.full(self.shape, float("nan"), dtype=pieces[0].dtype)
+        whole = pieces[0].new_full(self.shape, float("nan"))
         for rank, piece in enumerate(pieces):
             place = whole[tuple(slice(*r) for r in self.ranges(cuboid, cuboid.coordinates(rank)))]
             if not (place.isnan() | (place == piece)).all():

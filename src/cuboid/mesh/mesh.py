@@ -19,7 +19,7 @@ from cuboid.comm.ledger import Ledger
 from cuboid.comm.transport import transport_over
 from cuboid.comm.transport.base import NewGroup
 from cuboid.comm.transport.sharing import Sharing
-from cuboid.device import current
+from cuboid.device import current, of_world
 from cuboid.mesh.cuboid import AXES, Cuboid
 from cuboid.mesh.device_mesh import BlockMesh
 
@@ -42,7 +42,7 @@ class Mesh:
     Args:
         cuboid: The block of devices; as many ranks as the world has.
         rank: This rank's number.
-        device: What this rank computes on.
+        device: What this rank computes on; None: what the process group's ranks compute on.
         alone: Make a mesh of this rank only, of cuboid (1,1,1), without communication.
         overlap: False, for comparison: every collective is awaited where it is launched.
         groups: Process groups that exist already, one for each axis longer than one; they are used and never closed.
@@ -62,7 +62,7 @@ class Mesh:
         self,
         cuboid: Cuboid,
         rank: int = 0,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         alone: bool = False,
         overlap: bool = True,
         groups: Mapping[str, dist.ProcessGroup] | None = None,
@@ -77,7 +77,8 @@ class Mesh:
                 f"cuboid {cuboid} needs x·y·z·replicas·pipe = {cuboid.ranks} ranks but {world} were started; "
                 f"start {cuboid.ranks} ranks or choose sizes whose product is {world}"
             )
-        self.cuboid, self.rank, self.device, self.overlap = cuboid, rank, torch.device(device), overlap
+        self.cuboid, self.rank, self.overlap = cuboid, rank, overlap
+        self.device = of_world() if device is None else torch.device(device)
         self.ledger, self.watch, self._per_host, self._by_host = Ledger(), watch, per_host or world, by_host
         self.coordinates = cuboid.coordinates(rank)
         self._groups: list[dist.ProcessGroup] = []
@@ -146,16 +147,21 @@ class Mesh:
             return Axis(name, size, index, None, self.ledger, self.overlap)
         on_host = Counter(rank // self._per_host for rank in dist.get_process_group_ranks(group))
         hosts, per_host = len(on_host), size // len(on_host) if len(set(on_host.values())) == 1 else 0
-        transport = transport_over(group, hosts, per_host if self._by_host else 0, new_group, small=name == "z")
+        layout = hosts, per_host if self._by_host else 0, new_group, name == "z"
+        transport = transport_over(group, *layout, self.device)
         journal = self.watch.journal(f"{name}{lane}", group) if self.watch is not None else None
         return Axis(name, size, index, group, self.ledger, self.overlap, journal, hosts, per_host, transport)
 
     def _group(self, lines: NDArray[np.int64]) -> Any:
         """This rank's of the groups of all lines of ranks [lines, ranks of a line], None if it is in no line: the one
-        place that makes groups."""
-        world = dist.group.WORLD._get_backend(self.device)  # type: ignore[union-attr]
-        options = self._sharing.options(world, lines.shape[1], self._timeout())
-        group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), **options)
+        place that makes groups. Where a backend splits its world's it does so once; else each line is made in turn."""
+        world: Any = dist.group.WORLD
+        backend, timeout = world._get_backend(self.device), self._timeout()
+        if getattr(backend, "supports_splitting", False) and world.bound_device_id is not None:
+            group: Any = dist.split_group(split_ranks=[sorted(line) for line in lines.tolist()], timeout=timeout)
+        else:
+            options = self._sharing.options(backend, lines.shape[1], timeout)
+            group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), **options)
         if group is not None:
             self._groups.append(group)
         return group

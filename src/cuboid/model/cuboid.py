@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cuboid.fuse import Fuse, plain
 from cuboid.layers.attend import Attend
 from cuboid.layers.embedding import lookup
 from cuboid.layers.head import HeadLoss
@@ -53,11 +54,12 @@ SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
 #: What products are computed in, by its name; None: as weights are stored.
 COMPUTE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-#: Of a part of the residual stream. Below it a collective is mostly latency, and more of them cost more than they hide.
-LEAST_PART = 1 << 17
+#: Bytes of a part of the residual stream, on a CPU and on a GPU: below them a collective is mostly latency, and more of
+#: them cost more than they hide. Measured on CPUs; for a GPU, what NCCL sends in its latency of some 10 µs at 400 GB/s.
+LEAST_PART = (1 << 17, 1 << 22)
 
 #: Tokens that a product of one of four parts has: with fewer, products take longer than what they hide.
-LEAST_ROWS = 512
+LEAST_ROWS = (512, 2048)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class CuboidParallel:
         schedule: Schedule = PREFETCH,
     ) -> None:
         self.config, self.mesh, self.policy, self.dtype, self.schedule = config, mesh, policy, dtype, schedule
-        self.retain_weights = policy.weights == "retain"
+        self.retain_weights, self.fuse = policy.weights == "retain", schedule.fuse(mesh.device)
         config.check(mesh.cuboid, mesh.cuboid.replicas, 1)
 
     def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
@@ -144,7 +146,7 @@ class CuboidParallel:
         return lookup(tables, rows, self.mesh.y, width, "reduce_scatter")
 
     def norm(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Layer:
-        return Normalise(weight, bias, self.mesh.z, self.config.norm_eps, self.schedule.fuse)
+        return Normalise(weight, bias, self.mesh.z, self.config.norm_eps, self.fuse)
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
         y, z = self.mesh.y, self.mesh.z
@@ -157,7 +159,7 @@ class CuboidParallel:
     def attend(self, norms: Sequence[nn.Parameter] = (), causal: bool = True) -> Layer:
         c, mesh = self.config, self.mesh
         dims = c.heads, c.kv_heads, c.head_dim
-        return Attend(*dims, mesh.y, mesh.z, norms, c.norm_eps, causal, self.schedule.fuse)
+        return Attend(*dims, mesh.y, mesh.z, norms, c.norm_eps, causal, self.fuse)
 
     def out_of(self, linear: Affine, heads: bool = False) -> Layer:
         takes = "attended" if heads else "inner"
@@ -169,40 +171,43 @@ class CuboidParallel:
         return self.policy.activations == "retain"
 
     def dropout(self, name: str) -> Layer:
-        return residual_dropout(self.config, name)
+        return residual_dropout(self.config, name, self.fuse)
 
     def logits(self, weight: nn.Parameter, rows: int) -> Layer:
         linear = Affine(weight, None, (rows, self.config.hidden))
         return Product([linear], self.mesh.z, self.mesh.y, takes="residual")
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
-        return HeadLoss(weight, rows, self.mesh, self.policy.head_elements)
+        return HeadLoss(weight, rows, self.mesh, self.policy.head_elements, fuse=self.fuse)
 
     def own_loss(self, fn: Callable[[Tensor, Tensor], tuple[Tensor, Any]]) -> Layer:
         return OwnLoss(fn, [self.mesh.y])
 
 
-def residual_dropout(config: ModelConfig, name: str) -> Layer:
+def residual_dropout(config: ModelConfig, name: str, fuse: Fuse = plain) -> Layer:
     """Of the residual stream, by global index; nothing where there is no seed."""
 
     def drop(at: At, X: Tensor) -> Tensor:
-        return X if at.seed is None else dropout(X, config.dropout, key_of(at.seed, name), at.place.residual)
+        if at.seed is None:
+            return X
+        key = torch.full((), key_of(at.seed, name), device=X.device)  # a number would be compiled in
+        return fuse(dropout)(X, config.dropout, key, at.place.residual)
 
     return diagonal(drop)
 
 
 def suitable_schedule(
-    config: ModelConfig, cuboid: Cuboid, batch: int, seq: int, itemsize: int, apart: bool = True
+    config: ModelConfig, cuboid: Cuboid, batch: int, seq: int, itemsize: int, apart: bool = True, gpu: bool = False
 ) -> Schedule:
     """Where activations move and are large enough for it to pay: two parts of a batch, or chunks. Four where they
     move over z, which scatters and gathers the MLP's widest rows with next to nothing to compute between, and there
     are tokens enough. Where messages are made by the processors that compute (not `apart`) nothing can be hidden, and
     parts only cost."""
     samples = batch // cuboid.replicas // gcd(batch // cuboid.replicas, cuboid.x)
-    most = batch * seq * config.hidden * itemsize // cuboid.ranks // LEAST_PART
+    most = batch * seq * config.hidden * itemsize // cuboid.ranks // LEAST_PART[gpu]
     if cuboid.y * cuboid.z == 1 or most < 2 or not apart:
         return PREFETCH
-    four = cuboid.z > 1 and batch * seq // (cuboid.replicas * cuboid.x) >= 4 * LEAST_ROWS
+    four = cuboid.z > 1 and batch * seq // (cuboid.replicas * cuboid.x) >= 4 * LEAST_ROWS[gpu]
     wanted = (4, 2) if four else (2,)
     parts = next((n for n in wanted if n <= most and samples % n == 0), 1)
     return Schedule(parts=parts) if parts > 1 else Schedule(chunks=min(4, most))

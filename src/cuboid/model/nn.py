@@ -166,7 +166,7 @@ class MLP(LayerModule):
 
     def __init__(self, parallel: Parallel) -> None:
         super().__init__(parallel)
-        c, bias, fuse = parallel.config, bool(parallel.config.bias), parallel.schedule.fuse
+        c, bias, fuse = parallel.config, bool(parallel.config.bias), parallel.schedule.fuse(parallel.mesh.device)
         self.gate = Linear(parallel, "into", c.ffn, c.hidden, bias, c.init_std) if c.gated else None
         self.up = Linear(parallel, "into", c.ffn, c.hidden, bias, c.init_std)
         self.down = Linear(parallel, "out_of", c.hidden, c.ffn, bias, c.init_std / (2 * c.layers) ** 0.5)

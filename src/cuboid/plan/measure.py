@@ -132,11 +132,11 @@ def _maker() -> str:
 
 
 def count_flops() -> FlopCounterMode:
-    """A counter that knows the CPU's attention kernel and in-place products too. Causal attention counts
-    in full, as is the custom."""
+    """A counter that knows the CPU's attention kernel, and products in place or wider than their factors, too. Causal
+    attention counts in full, as is the custom."""
     aten = torch.ops.aten
 
-    def product(_: torch.Size, a: torch.Size, b: torch.Size, **__: object) -> int:
+    def product(_: torch.Size, a: torch.Size, b: torch.Size, *__: object, **___: object) -> int:
         return 2 * a[0] * a[1] * b[1]
 
     def attention(q: torch.Size, k: torch.Size, v: torch.Size, *_: object, **__: object) -> int:
@@ -151,6 +151,7 @@ def count_flops() -> FlopCounterMode:
         display=False,
         custom_mapping={
             aten.addmm_: product,
+            aten.addmm: product,
             aten._scaled_dot_product_flash_attention_for_cpu: attention,
             aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
         },

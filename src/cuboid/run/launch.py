@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 from cuboid.comm.transport.sharing import late_timers
-from cuboid.device import any_gpu, backend_for, is_gpu, take
+from cuboid.device import backend_for, gpu_count, group_options, is_gpu, take
 from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
 from cuboid.run.errors import RankError, RunError
 from cuboid.run.meeting import fresh_store, store_is_old
@@ -94,10 +94,18 @@ def join_world(
     if store is None and store_is_old():
         store = fresh_store(rank, size, max(timeout, TIMEOUT))  # who imports late is no stalled collective
     local = int(os.environ.get("LOCAL_RANK", rank))
-    device = take(local)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    device = take(local, local_size)
     if not is_gpu(device):
         _keep_memory()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        torch.set_num_threads(1)
+        if local == 0 and (gpus := gpu_count()):
+            print(
+                f"warning: {local_size} ranks on a host with {gpus} GPUs: they compute on its CPU, over gloo; start at "
+                f"most {gpus} ranks per host to use the GPUs",
+                file=sys.stderr,
+                flush=True,
+            )
     with late_timers() if size > CROWD * (os.cpu_count() or 1) else nullcontext():
         dist.init_process_group(
             backend_for(device),
@@ -106,6 +114,7 @@ def join_world(
             store=store,
             timeout=timedelta(seconds=timeout),
             device_id=device if is_gpu(device) else None,
+            pg_options=group_options(device),
         )
     return World(rank, size, device, local_size, attempt, stop)
 
@@ -363,8 +372,6 @@ def launch(
         raise ValueError(
             f"torchrun started {size} ranks but {ranks} are wanted; set --nproc-per-node and --nnodes to match"
         )
-    if not any_gpu():
-        torch.set_num_threads(1)
     _end_with_agent()
     try:
         world = join_world(None, timeout, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), stop)

@@ -6,7 +6,7 @@
                the others are in flight
     chunks     a linear takes its tokens in so many chunks: one is multiplied while the next is gathered and the one
                before is scattered. For a micro-batch that cannot be split
-    compile    elementwise work is fused by torch.compile: values then differ in rounding
+    compile    elementwise work is fused by torch.compile: values then differ in rounding. On a GPU it always is
     beside     the forward of a micro-batch runs beside the backward of the one before it
     pipeline   on a pipe: the name of an order of `step/pipeline.py`, with so many `stages` a rank, and how the blocks
                are `split`: so many to each stage, evenly if none are given
@@ -24,8 +24,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
+
     from cuboid.comm.flight import Message, Steps
-    from cuboid.step.fuse import Fuse
+    from cuboid.fuse import Fuse
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,10 @@ class Schedule:
     stages: int = 1
     split: tuple[int, ...] = ()
 
-    @property
-    def fuse(self) -> "Fuse":
-        from cuboid.step.fuse import compiled, plain  # here: who only reads a configuration needs no torch
+    def fuse(self, device: "torch.device") -> "Fuse":
+        from cuboid.fuse import compiled, fuse_on  # here: who only reads a configuration needs no torch
 
-        return compiled if self.compile else plain
+        return compiled if self.compile else fuse_on(device)
 
     def order(self, count: int) -> "Order":
         return beside(count) if self.beside else in_turn(count)

@@ -56,7 +56,7 @@ def need(config: TrainConfig, apart: bool, gpu: bool = False) -> Need:
     batch = d.batch // d.micro_batches
     work = Work(model, batch, d.seq, config.precision.dtype, d.micro_batches, config.model.freeze)
     policy = Policy(m.activations, m.weights, m.head_elements)
-    choice = Choice(m.recompute, policy, schedule_of(config, model, apart))
+    choice = Choice(m.recompute, policy, schedule_of(config, model, apart, gpu))
     found = planned(PRESETS["h100-ndr" if gpu else "cpu"], work, cuboid, choice)  # which are NCCL's and gloo's
     return Need({each.name: int(getattr(found, each.name)[0]) for each in fields(found)})
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from cuboid.comm.ledger import Span
-from cuboid.device import Stamps, any_gpu
+from cuboid.device import Stamps
 
 Works = Sequence[Work]
 Result = Callable[[], Tensor]
@@ -37,6 +37,10 @@ class Transport:
     def all_gather(self, x: Tensor, whole: Tensor) -> Works:
         """x [r, ...] of every rank, into whole [p·r, ...]."""
         return [self.wire.all_gather_single(whole, x, group=self.group, async_op=True)]
+
+    def all_gather_each(self, xs: Sequence[Tensor], wholes: Sequence[Tensor]) -> Works:
+        """Of several tensors, each into its own."""
+        return [work for x, whole in zip(xs, wholes, strict=True) for work in self.all_gather(x, whole)]
 
     def all_reduce(self, total: Tensor) -> Works:
         """The sum, in place."""
@@ -90,9 +94,8 @@ class Transport:
         return [self.wire.all_to_all_single(received, x, group=self.group, async_op=True)], received.unbind()
 
     def stamp(self, works: Works, span: Span, listed: bool) -> Stamps | None:
-        """Have it noted when the works land; `listed`: the span itself will be read. A GPU's `wait` only makes the
-        stream wait, so events are recorded on it and read when the ledger is."""
-        return Stamps() if any_gpu() else None
+        """Have it noted when the works land; `listed`: the span itself will be read."""
+        return None
 
     # Outside the steps: they return when they are done
 

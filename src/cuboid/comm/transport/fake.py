@@ -17,7 +17,15 @@ from cuboid.comm.transport.base import Transport
 from cuboid.comm.transport.gloo import Gloo
 from cuboid.comm.transport.nccl import Nccl
 
-LAUNCHES = ("all_gather_single", "all_reduce", "all_to_all_single", "broadcast", "reduce", "reduce_scatter_single")
+LAUNCHES = (
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "reduce_scatter_single",
+)
 
 
 class _Held:
@@ -40,10 +48,16 @@ class _Held:
         return future
 
 
+class _FakeNccl(Nccl):
+    def _launch_all(self, launch: Any, outs: Any, xs: Any, device: Any) -> Any:
+        """One after another: of what is launched together PyTorch does not know the shapes."""
+        return SimpleNamespace(works=[launch(out, x) for out, x in zip(outs, xs, strict=True)])
+
+
 WIRE = SimpleNamespace(**{name: partial(_Held, getattr(dist, name)) for name in LAUNCHES})
 FAKES: dict[str, Callable[..., Transport]] = {
     "fake_gloo": partial(Gloo, wire=WIRE),
-    "fake_nccl": partial(Nccl, wire=WIRE),
+    "fake_nccl": partial(_FakeNccl, wire=WIRE),
 }
 
 

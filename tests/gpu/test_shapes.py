@@ -1,0 +1,63 @@
+"""A rank's step on fake CUDA tensors with NCCL's branches taken: no tensor of the host's meets the device's, the host
+waits for nothing, and a layer launches no more than it has.
+
+How kernels are counted, those that torch.compile fuses among them: counting.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Emulate = Callable[..., Any]
+
+#: Kernels besides matmuls and attention, calls of NCCL's, and events that a layer has at most, forward and backward, of
+#: the steps of shapes.py. To lower, not to raise.
+MOST = {
+    "x": (52, 3, 3),
+    "x without prefetch": (52, 3, 3),
+    "y": (96, 20, 9),
+    "z in fp32": (70, 28, 12),
+    "xyz in four": (197, 99, 42),
+    "xyz recomputed": (149, 71, 30),
+    "xyz, attention recomputed": (69, 27, 12),
+    "xyz in chunks and fp16": (125, 47, 18),
+    "x through the sequence": (69, 15, 12),
+    "few key heads, retained": (125, 24, 3),
+    "replicas, beside": (192, 35, 18),
+}
+
+#: Of Llama-3-8B's layer on a batch of 8 × 8192 in bf16, at the default schedule of a GPU: kernels, calls, GB that
+#: elementwise kernels read and write; and GB of all that is no layer. Before fusing it was 179, 24, 22.6 and 451.6 on
+#: (8,1,1), 607, 120, 36.0 and 276.6 on (2,2,2).
+BUDGETS = {"(8,1,1)": (90, 6, 10.5, 150.5), "(2,2,2)": (220, 120, 16.0, 92.2)}
+
+
+def test_gpu_step_launches_no_more_than_it_has(emulate: Emulate) -> None:
+    found = emulate("shapes.py", "cases")
+    assert {name: each["waits"] for name, each in found.items() if each["waits"]} == {}
+    counts = {name: (each["kernels"], each["calls"], each["events"]) for name, each in found.items()}
+    assert counts.keys() == MOST.keys()
+    assert {name: of for name, of in counts.items() if any(a > b for a, b in zip(of, MOST[name], strict=True))} == {}
+
+
+def test_gpu_step_of_llama_is_within_its_budget(emulate: Emulate) -> None:
+    found = emulate("shapes.py", "budgets")
+    for cuboid, (kernels, calls, size, rest) in BUDGETS.items():
+        layer = found[cuboid]["layer"]
+        assert layer["kernels"] <= kernels, cuboid
+        assert layer["calls"] <= calls, cuboid
+        assert layer["GB"] <= size, cuboid
+        assert found[cuboid]["rest"]["GB"] <= rest, cuboid
+
+
+def test_gpu_step_launches_in_one_order_on_all_ranks(emulate: Emulate) -> None:
+    """NCCL: communicators that are used at once must be used in one order."""
+    for name, ranks in emulate("shapes.py", "orders").items():
+        assert len(ranks[0]) > 20
+        assert all(launched == ranks[0] for launched in ranks), name
+
+
+def test_gpu_step_that_is_broken_is_noticed(emulate: Emulate) -> None:
+    planted = "a host's tensor", "a value read back", "one more kernel"
+    found = emulate("shapes.py", "broken", *planted)
+    assert [each for each in planted if "error" in found[each]] == list(planted[:2])
+    assert found[planted[2]]["kernels"] > MOST["x"][0]
