@@ -170,7 +170,7 @@ def test_spans_and_phases_are_read_from_one_clock(told: Told, monkeypatch: pytes
 
     class Timed:
         def stamp(self, *_: Any) -> device.Stamps:
-            return device.Stamps()
+            return device.Stamps(1)
 
     flight = Launched([Work()], lambda: torch.ones(1), span, Axis("y", 2, 0, ledger=ledger, transport=Timed()))  # type: ignore
     told.now = 5000.0

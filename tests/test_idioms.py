@@ -43,7 +43,7 @@ def plain_case(folder: Path) -> Case:
     def call(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
-    models = [NativeTransformer(GPT2).double() for _ in range(2)]
+    models = [NativeTransformer(GPT2, fused=False).double() for _ in range(2)]
     for seed, model in enumerate(models):
         model.load_state_dict(model_on(Serial(GPT2), seed).state_dict())
     return Case(*models, call, GPT2.vocab, folder)

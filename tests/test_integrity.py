@@ -141,7 +141,7 @@ def edited(text: str, dice: random.Random) -> bytes:
 
 
 def local(trainer: Trainer) -> list[Tensor]:
-    return [each.to_local() for each in checkpoint.tensors(trainer.model, trainer.optimizer, copy=True).values()]
+    return [each.to_local().clone() for each in checkpoint.tensors(trainer.model, trainer.optimizer).values()]
 
 
 def resumed(world: World, config: TrainConfig, good: Path, runs: list[Path]) -> list[int]:

@@ -66,7 +66,7 @@ def test_played_step_of_cuboid_is_what_cuboid_plan_says(ranks: int) -> None:
 
 
 def test_every_layout_on_emulated_devices_has_a_planned_step() -> None:
-    contestants, _ = possible([*every(PROBLEM, 4), *scaling(PROBLEM, 64, 4)], PROBLEM)
+    contestants, _ = possible([*every(PROBLEM, 4, emulated=True), *scaling(PROBLEM, 64, 4)], PROBLEM)
     ways: dict[Way, float] = {}
     for contestant in {each.way: each for each in contestants}.values():
         row = Row(contestant, PROBLEM, contestant.shape.ranks, "", 0.0, [], PAPER)

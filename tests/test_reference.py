@@ -99,7 +99,7 @@ def plain_loss(logits: Tensor, targets: Tensor, loss: Loss) -> Tensor:
 
 def plain_step(model: Transformer, case: Case, seeds: list[int]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of micro-batches and gradients of their mean, by autograd, from the same parameters."""
-    plain = NativeTransformer(case.config).double()
+    plain = NativeTransformer(case.config, fused=False).double()
     plain.load_state_dict({name: parameter.detach() for name, parameter, _ in declared(model)})
     batches = [batch_of(case, seed) for seed in seeds]
     losses = [plain_loss(plain(tokens), targets, case.loss) for tokens, targets in batches]

@@ -54,7 +54,7 @@ def test_tables_of_pytorchs_own_alone_fit_too() -> None:
 
 @pytest.mark.parametrize("slow", [PAPER, None], ids=["emulated", "real"])
 def test_tables_of_64_ranks_fit_into_80_columns(slow: SlowMotion | None) -> None:
-    contestants, _ = possible([*every(PROBLEM, 64), *scaling(PROBLEM, 64, 4)], PROBLEM)
+    contestants, _ = possible([*every(PROBLEM, 64, slow is not None), *scaling(PROBLEM, 64, 4)], PROBLEM)
     contestants.append(Contestant("cuboid", Cuboid(16, 2, 2, order=("replicas", "z", "x", "y"))))
     text = shown([row(contestant, slow) for contestant in contestants])
     assert max(map(len, text.splitlines())) <= 80

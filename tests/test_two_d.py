@@ -362,7 +362,7 @@ SQUARE = Cuboid(1, 2, 2)
         ),
         (LLAMA.replace(kv_heads=3), SQUARE, 2, "kv_heads=3 cannot be cut into z=2; use kv_heads 4"),
         (GPT2.replace(ffn=35), SQUARE, 2, "ffn=35 cannot be cut into z=2; use ffn 36"),
-        (GPT2, SQUARE, 3, "batch=3 cannot be cut into data·x·y=2; use batch 4"),
+        (GPT2, SQUARE, 3, "batch=3 cannot be cut into replicas·x·y=2; use batch 4"),
         (GPT2, Cuboid(2, 1, 1, replicas=2), 6, "batch=6 cannot be cut into replicas·x·y=4; use batch 8"),
     ],
 )

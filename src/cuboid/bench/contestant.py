@@ -75,7 +75,7 @@ class Contestant:
         if self.way == "DDP":
             return f"DDP {k.x}"
         if self.native:
-            return f"{self.way}{' no SP' * (not self.sp)}{' tuned' * self.tuned} {k.x}×{k.y}"
+            return f"{self.way}{'-SP' * (not self.sp)}{'+' * self.tuned} {k.x}×{k.y}"
         if self.way == "FSDP×TP":
             return f"{self.way} {k.x}×{k.y}"
         long = [axis for axis in k.order if k.sizes[axis] > 1]
@@ -243,26 +243,26 @@ def _deepest(ranks: int) -> tuple[int, int]:
     return max(found, default=(1, 1))
 
 
-def every(problem: Problem, ranks: int) -> Iterator[Contestant]:
-    """Every layout and every cuboid of so many ranks."""
+def every(problem: Problem, ranks: int, emulated: bool = False) -> Iterator[Contestant]:
+    """Every layout and every cuboid of so many ranks. DDP's collectives are launched from C++, where emulated devices
+    do not see them: it is left out there."""
     yield Contestant("1-D", Cuboid(1, ranks, 1))
     yield Contestant("1-D+SP", Cuboid(1, ranks, 1))
     yield from _squares(ranks)
     for shape in feasible(problem, ranks):
         yield Contestant("cuboid", shape)
     for tp in (p for p in range(1, ranks + 1) if ranks % p == 0 and problem.batch % (ranks // p) == 0):
-        yield from _natives(Cuboid(ranks // tp, tp, 1))
+        yield from _natives(Cuboid(ranks // tp, tp, 1), not emulated)
 
 
-def _natives(shape: Cuboid) -> Iterator[Contestant]:
-    """PyTorch's own on one mesh, each way that may be its best: with and without sequence parallelism, weights gathered
-    again in backward or kept, gloo's reduce-scatters or the least traffic, and DDP."""
+def _natives(shape: Cuboid, ddp: bool) -> Iterator[Contestant]:
+    """PyTorch's own on one mesh, each way that may be its best: with sequence parallelism and without ("-SP"), weights
+    gathered again in backward or kept ("+"), gloo's reduce-scatters or the least traffic ("ideal"), and DDP."""
     for sp in (True, False)[: 1 + (shape.y > 1)]:
         for tuned in (False, True)[: 1 + (shape.x > 1)]:
             yield Contestant("native", shape, sp=sp, tuned=tuned)
-        if sp or shape.x > 1:  # else it has no reduce-scatter
-            yield Contestant("native ideal", shape, sp=sp, tuned=shape.x > 1)
-    if shape.y == 1 < shape.x:
+    yield Contestant("native ideal", shape, tuned=shape.x > 1)
+    if ddp and shape.y == 1 < shape.x:
         yield Contestant("DDP", shape)
 
 

@@ -16,18 +16,28 @@ Turn = tuple[Tensor, Tensor]  # cos and sin, [s, e/2]
 
 
 class NativeAttention(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, fused: bool) -> None:
         super().__init__()
-        self.head_dim, self.group, bias = c.head_dim, c.heads // c.kv_heads, bool(c.bias)
-        self.qkv = nn.Linear(c.hidden, c.q_dim + 2 * c.kv_dim, bias)  # rows as `fuse` orders them
+        self.head_dim, self.group, self.fused, bias = c.head_dim, c.heads // c.kv_heads, fused, bool(c.bias)
+        if fused:
+            self.qkv = nn.Linear(c.hidden, c.q_dim + 2 * c.kv_dim, bias)  # rows as `fuse` orders them
+        else:
+            self.q, self.k, self.v = (nn.Linear(c.hidden, n, bias) for n in (c.q_dim, c.kv_dim, c.kv_dim))
         self.out = nn.Linear(c.q_dim, c.hidden, bias)
 
-    def forward(self, x: Tensor, turn: Turn | None) -> Tensor:
-        # b s (h g+2 e) -> b h s g+2 e, of as many heads of keys as the weights here have
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, b h s e, of as many heads as the weights here have."""
+        if not self.fused:
+            q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            return q, k, v
+        # b s (h g+2 e) -> b h s g+2 e
         heads = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split((self.group, 1, 1), 3)
         # b h s g e -> b (h g) s e
-        q, k, v = q.transpose(2, 3).flatten(1, 2), k.squeeze(3), v.squeeze(3)
+        return q.transpose(2, 3).flatten(1, 2), k.squeeze(3), v.squeeze(3)
+
+    def forward(self, x: Tensor, turn: Turn | None) -> Tensor:
+        q, k, v = self._heads(x)
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -49,10 +59,10 @@ class NativeMLP(nn.Module):
 
 
 class NativeBlock(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, fused: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = norm(c), norm(c)
-        self.attention, self.mlp = NativeAttention(c), NativeMLP(c)
+        self.attention, self.mlp = NativeAttention(c, fused), NativeMLP(c)
 
     def forward(self, x: Tensor, turn: Turn | None) -> Tensor:
         x = x + self.attention(self.norm1(x), turn)
@@ -67,14 +77,14 @@ class TiedHead(nn.Module):
 
 
 class NativeTransformer(nn.Module):
-    """Tokens [b, s] -> logits [b, s, v]."""
+    """Tokens [b, s] -> logits [b, s, v]. Unless `fused`, parameters are ours one by one: q, k and v three linears."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, fused: bool = True) -> None:
         super().__init__()
         self.config = c
         self.embed = nn.Embedding(c.vocab, c.hidden)
         self.positions = None if c.rotary else nn.Embedding(c.context, c.hidden)
-        self.blocks = nn.ModuleList(NativeBlock(c) for _ in range(c.layers))
+        self.blocks = nn.ModuleList(NativeBlock(c, fused) for _ in range(c.layers))
         self.norm = norm(c)
         self.head = TiedHead() if c.tied else nn.Linear(c.hidden, c.vocab, bias=False)
 

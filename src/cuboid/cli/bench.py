@@ -351,7 +351,7 @@ def timed(what: str, ctx: typer.Context) -> None:
     trials = []
     for size in sizes:
         problem = base.grown(size, sizes[0]) if what == "weak" else base
-        found = every(problem, size) if what == "layouts" else scaling(problem, size, per_host)
+        found = every(problem, size, slow is not None) if what == "layouts" else scaling(problem, size, per_host)
         contestants, left_out = possible(found, problem)
         able = {contestant.name: contestant for contestant in contestants}
         chosen = [able[name] for name in begin_with(only, list(able), left_out)]

@@ -88,7 +88,7 @@ def plan(
     again, and one or several interleaved sub-batches. The last line is a cuboid train command that runs the winner.
     Predictions come from docs/planner.md's equations and the hardware's figures. cuboid calibrate measures a machine.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=180)
+    console = Console() if sys.stdout.isatty() else Console(width=220)
     if literature:
         from cuboid.plan.published import published
 
