@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all stress coverage lint format clean
+.PHONY: demo test test-all stress coverage docs lint format clean
 demo: $(VENV)/.installed
-	$(BIN)/cuboid train
+	$(BIN)/cuboid demo
 
 test: lint
 	$(BIN)/pytest
@@ -22,6 +22,9 @@ coverage: $(VENV)/.installed
 stress: $(VENV)/.installed
 	$(BIN)/python tests/stress.py
 
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,7 +38,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Cuboid needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,hf]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,hf]'
 	@touch $@
 
 clean:

@@ -15,7 +15,6 @@ import pytest
 from commands import started
 from tiny import Cuboid, Said, on, sets, settings, write_text
 
-from cuboid.cli import train as command
 from cuboid.cli.train import started_as
 from cuboid.run.launch import World
 from cuboid.train.kills import last_step
@@ -187,7 +186,7 @@ def break_one(world: World, *_: object) -> None:
 
 
 def test_train_cli_shows_traceback_of_failing_rank(cuboid: Cuboid, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[command.__module__], "train_on_rank", break_one)
+    monkeypatch.setattr("cuboid.train.loop.train", break_one)
     said = cuboid("train", *sets(on("1,2,1")))
     assert said.code == 1
     assert said.err.startswith("error: rank 1 failed\nTraceback")

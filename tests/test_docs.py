@@ -1,5 +1,10 @@
-"""Every code block of README.md and docs/ runs: TOML is saved under the name in its first line, others are executed."""
+"""Every code block of README.md and docs/ runs: TOML is saved under the name in its first line, others are executed.
 
+A block with a title ("needs GPUs", "needs a network") is only parsed, and one of kind `text` is output.
+"""
+
+import ast
+import inspect
 import json
 import os
 import re
@@ -7,29 +12,42 @@ import shlex
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import typer
 from commands import HUNG
 from typer.testing import CliRunner
 
+import cuboid
 from cuboid.cli import app
+from cuboid.train.config import load
 
 ROOT = Path(__file__).parents[1]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 BIN = Path(sys.executable).parent
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
+SLOW = ("cluster.md", "emulation.md")
 
 
-class Block(NamedTuple):
+class CodeBlock(NamedTuple):
     kind: str
+    title: str
     text: str
 
 
-def blocks(name: str) -> list[Block]:
-    return [Block(*found) for found in BLOCK.findall((DOCS / name).read_text())]
+def blocks(path: Path) -> list[CodeBlock]:
+    return [each for each in (CodeBlock(*found) for found in BLOCK.findall(path.read_text())) if each.kind != "text"]
+
+
+def runnable() -> list[Any]:
+    """The pages that have blocks."""
+    pages = [path for path in (README, *sorted(DOCS.glob("*.md"))) if blocks(path)]
+    marks = {True: [pytest.mark.slow], False: []}
+    return [pytest.param(path, id=path.name, marks=marks[path.name in SLOW]) for path in pages]
 
 
 def run_toml(text: str) -> None:
@@ -77,48 +95,83 @@ def run_bash(text: str) -> None:
             assert each.returncode == 0, (line, out)
 
 
+def parse_bash(text: str) -> None:
+    """Every line of ours has a command that exists and options that it has."""
+    group = typer.main.get_command(app)
+    for line in text.replace("\\\n", " ").strip().splitlines():
+        words = shlex.split(line, comments=True)
+        start = next((i for i, word in enumerate(words) if word == "cuboid"), None)
+        if start is None:
+            continue
+        context = group.make_context("cuboid", [words[start + 1]], resilient_parsing=True)
+        command = group.get_command(context, words[start + 1])
+        assert command is not None, line
+        with command.make_context(words[start + 1], words[start + 2 :], parent=context):
+            pass
+
+
 RUN = {"toml": run_toml, "python": run_python, "bash": run_bash}
+PARSE = {"toml": tomllib.loads, "python": ast.parse, "bash": parse_bash}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "quickstart.md",
-        "your-own-model.md",
-        "training-loop.md",
-        "checkpoints.md",
-        "pipeline.md",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cluster.md", "emulation.md")),
-    ],
-)
-def test_docs_every_code_block_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", runnable())
+def test_docs_every_code_block_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = blocks(name)
-    assert found
-    for kind, text in found:
-        RUN[kind](text)
+    for kind, title, text in blocks(path):
+        (PARSE if title else RUN)[kind](text)
 
 
-def test_readme_example_and_command_run(capfd: pytest.CaptureFixture[str]) -> None:
-    text = README.read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+def test_readme_example_gives_one_loss(capfd: pytest.CaptureFixture[str]) -> None:
+    (example,) = [each.text for each in blocks(README) if each.kind == "python"]
     run_python(example)
     losses = json.loads(capfd.readouterr().out)
     assert len(losses) == 8
     assert len(set(losses)) == 1
-    (command,) = re.findall(r"^    cuboid (verify --cuboid .*)$", text, re.M)
-    done = CliRunner().invoke(app, command.split())
-    assert done.exit_code == 0, done.output
-    assert "The cuboid is exact." in done.stdout
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
-def test_docs_have_no_unrun_code_or_broken_links(path: Path) -> None:
-    """No block is indented or of a kind that is not run, and links lead somewhere."""
+@pytest.mark.parametrize("path", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+def test_docs_have_no_unmarked_code_or_broken_links(path: Path) -> None:
+    """All code is in blocks of a known kind, and links lead somewhere."""
     text = path.read_text()
     outside = BLOCK.sub("", text)
     assert "```" not in outside
-    measured = path.name in ("memory.md", "planner.md")  # on a machine of its own, or in equations
-    assert measured or not re.search(r"^    \S", outside, re.M)
+    assert {each[0] for each in BLOCK.findall(text)} <= {*RUN, "text"}
     for link in re.findall(r"\]\(([^)#:]+)\)", outside):
-        assert (DOCS / link).exists(), link
+        assert (path.parent / link).exists(), link
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 200
+
+
+def test_examples_toml_are_valid(tmp_path: Path) -> None:
+    files = sorted((ROOT / "examples").glob("*.toml"))
+    assert files
+    for file in files:
+        load(file).check()
+
+
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
+    """mkdocs checks internal links, anchors and the API's docstrings; warnings are errors."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HUNG)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {page.stem for page in (tmp_path / "site").glob("*.html")}
+    assert {page.stem for page in DOCS.glob("*.md")} <= pages
+    assert "memory.recompute" in (tmp_path / "site" / "configuration.html").read_text()
+    assert "--resume" in (tmp_path / "site" / "cli.html").read_text()
+
+
+@pytest.mark.parametrize("name", cuboid.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    """A docstring, every argument in it, and a place on the API page."""
+    found = getattr(cuboid, name)
+    text = inspect.getdoc(found) or ""
+    assert text
+    assert f"::: cuboid.{name}\n" in (DOCS / "api.md").read_text()
+    if isinstance(found, type) and getattr(found, "_is_protocol", False):
+        return
+    taken = [each for each in inspect.signature(found).parameters if not each.startswith("_")]
+    for each in taken:
+        assert re.search(rf"^\s+{each}: ", text, re.M), f"{name} does not say what {each} is"

@@ -27,6 +27,7 @@ PACKAGES = (
     "emulate",
     "verify",
     "train",
+    "demo",
     "doctor",
     "bench",
     "cli",

@@ -13,6 +13,7 @@ from torch import Tensor
 from cuboid.baselines.serial import Serial
 from cuboid.bench.count import wire_bytes
 from cuboid.bench.native import Native
+from cuboid.bench.native_model import fuse
 from cuboid.comm.ledger import Ledger
 from cuboid.mesh.layout import shard_of
 from cuboid.model.config import ModelConfig
@@ -35,6 +36,8 @@ class Case(NamedTuple):
     tp: int
     ideal: bool = False
     reshard: bool = True
+    sp: bool = True
+    ddp: bool = False
 
 
 CASES = [
@@ -48,11 +51,16 @@ CASES = [
     Case(GPT2, 2, 4),
     Case(GPT2, 1, 8, ideal=True),
     Case(GPT2.replace(tied=False, bias=False), 2, 2, ideal=True),
+    Case(LLAMA, 2, 2, sp=False),
+    Case(GPT2, 1, 4, sp=False),
+    Case(GPT2.replace(tied=False), 2, 2, ideal=True, reshard=False, sp=False),
+    Case(GPT2, 4, 1, ddp=True),
 ]
 
 
 def name_of(case: Case) -> str:
-    return f"{case.config.family}-{case.fsdp}x{case.tp}{'-ideal' * case.ideal}"
+    more = "-ideal" * case.ideal + "-no-sp" * (not case.sp) + "-ddp" * case.ddp
+    return f"{case.config.family}-{case.fsdp}x{case.tp}{more}"
 
 
 class Outcome(NamedTuple):
@@ -80,10 +88,10 @@ def noise(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def compare(world: World, case: Case) -> Outcome:
     """Two steps with AdamW between them, on the ranks and on one device."""
-    native = Native(case.config, world, case.fsdp, case.tp, 1, torch.float64, case.ideal, case.reshard)
+    native = Native(case.config, world, case.fsdp, case.tp, 1, torch.float64, *case[3:])
     tokens, targets = batch_of(case.config)
     initial, ledger = native.values(), Ledger()
-    added = noise(initial)
+    added = fuse(case.config, noise(initial))
     with torch.no_grad():
         for name, parameter in native.model.named_parameters():
             shard_of(parameter).add_(native.specs[name].take(added[name], native.cuboid, native.coordinates))
@@ -98,7 +106,7 @@ def compare(world: World, case: Case) -> Outcome:
     gradients = native.gradients()
     held = sum(shard_of(parameter).nbytes for parameter in native.parameters())
     native.close()
-    cost = native_cost(case.config, case.fsdp, case.tp, BATCH, SEQ, world.rank, case.ideal, case.reshard, size=8)
+    cost = native_cost(case.config, case.fsdp, case.tp, BATCH, SEQ, world.rank, *case[3:], size=8)
     outcome = Outcome(ledger.counts(), cost.counts(), (held, cost.parameters), flops.get_total_flops(), {})
     if world.rank:
         return outcome

@@ -1,6 +1,7 @@
 """`cuboid plan`, `cuboid calibrate` and `cuboid train --cuboid auto` as a person uses them."""
 
 import json
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,3 +302,17 @@ def test_auto_plan_picks_cuboid_by_hardware(tmp_path: Path) -> None:
     replace(hardware.PRESETS["cpu"], inside=slow, across=slow).save(path)
     other, _ = planned(config, 8, str(path))
     assert other.cuboid_shape() != chosen.cuboid_shape()  # calls cost so much that few and small ones win
+
+
+def test_plan_cli_ends_with_a_command_that_trains_its_winner() -> None:
+    found = json.loads(run("plan", *ON_CPU, "--json"))
+    words, best = shlex.split(found["train"]), found["plans"][0]
+    assert words[:2] == ["cuboid", "train"]
+    config = load(None, [words[i + 1] for i, word in enumerate(words) if word == "--set"])
+    k = Cuboid.parse(words[words.index("--cuboid") + 1], int(words[words.index("--replicas") + 1]))
+    assert k.sizes == best["cuboid"]
+    assert config.cuboid.order == tuple(best["order"])
+    assert (config.memory.recompute, config.memory.weights) == (best["recompute"], best["weights"])
+    config = replace(config, cuboid=replace(config.cuboid, x=k.x, y=k.y, z=k.z, replicas=k.replicas))
+    config.check()
+    assert (config.data.batch, config.data.seq) == (found["batch"], found["seq"])

@@ -1,7 +1,6 @@
 """`cuboid verify` says so when something is wrong."""
 
 import json
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -39,7 +38,7 @@ def test_verify_reports_missing_gradient_sum(pool) -> None:
 def test_verify_cli_exit_code_matches_report(monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = Report({"loss": 0.0}, 1e-9), Report({"loss": 1.0}, 1e-9)
     for report, code in ((good, 0), (bad, 1)):
-        monkeypatch.setattr(sys.modules["cuboid.cli.verify"], "launch", lambda *_, report=report: [report])
+        monkeypatch.setattr("cuboid.run.launch.launch", lambda *_, report=report: [report])
         result = CliRunner().invoke(app, ["verify", "--cuboid", "1,1,1", "--json"])
         assert result.exit_code == code
         assert json.loads(result.stdout)["ok"] is (code == 0)

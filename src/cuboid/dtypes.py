@@ -2,6 +2,10 @@
 
 from collections.abc import Iterable
 
+#: Formats of matmuls and activations; those that `cuboid verify` compares in; those that weights are exported in.
+COMPUTED = ("fp32", "bf16", "fp16")
+VERIFIED = ("fp64", "fp32", "bf16")
+EXPORTED = ("fp64", "fp32", "bf16", "fp16")
 #: Other spellings of a format's name.
 SPELLINGS = {
     "float64": "fp64",

@@ -28,6 +28,14 @@ from cuboid.step.weights import Gathered
 
 
 class Serial:
+    """One device: the same models and the same loss as `CuboidParallel`, unsharded.
+
+    Args:
+        config: What the model is.
+        dtype: What linears compute in; None: as weights are stored.
+        device: Where.
+    """
+
     schedule: Schedule = OFF
     retain_weights = False
     sums_over: Sequence[str] = ()

@@ -33,7 +33,7 @@ from cuboid.step.schedule import OFF, Schedule
 
 #: The ideal ones send the least that their algorithm can, where gloo's collectives send more.
 Way = Literal[
-    "serial", "1-D", "1-D+SP", "2-D", "2-D ideal", "2.5-D", "FSDP×TP", "cube", "cuboid", "native", "native ideal"
+    "serial", "1-D", "1-D+SP", "2-D", "2-D ideal", "2.5-D", "FSDP×TP", "cube", "cuboid", "native", "native ideal", "DDP"
 ]
 
 
@@ -44,11 +44,14 @@ class Contestant:
     way: Way
     shape: Cuboid
     overlap: bool = True  # False: a cuboid that hides nothing
+    sp: bool = True  # native: with sequence parallelism
+    tuned: bool = False  # native: gathered weights stay from forward to backward, whatever the policy
     beside: bool = False  # a cuboid that runs the forward of a micro-batch beside the backward of the one before it
 
     @property
     def native(self) -> bool:
-        return self.way.startswith("native")
+        """Whether it is PyTorch's own."""
+        return self.way.startswith("native") or self.way == "DDP"
 
     @property
     def cuboidal(self) -> bool:
@@ -69,7 +72,11 @@ class Contestant:
             return f"{self.way} {k.y}×{k.z}"
         if self.way == "2.5-D":
             return f"2.5-D {k.x}×{k.y}×{k.z}"
-        if self.native or self.way == "FSDP×TP":
+        if self.way == "DDP":
+            return f"DDP {k.x}"
+        if self.native:
+            return f"{self.way}{' no SP' * (not self.sp)}{' tuned' * self.tuned} {k.x}×{k.y}"
+        if self.way == "FSDP×TP":
             return f"{self.way} {k.x}×{k.y}"
         long = [axis for axis in k.order if k.sizes[axis] > 1]
         order = "" if long == sorted(long) else " " + "".join(long)
@@ -80,13 +87,17 @@ class Contestant:
         p, k = problem, self.shape
         at = k.coordinates(rank)
         if self.native:
-            ideal, reshard = self.way == "native ideal", p.policy.weights == "regather"
-            return native_cost(p.config, k.x, k.y, p.batch, p.seq, rank, ideal, reshard)
+            return native_cost(p.config, k.x, k.y, p.batch, p.seq, rank, **self.native_options(p))
         if self.way in ("1-D", "1-D+SP"):
             return one_d_cost(p.config, k, at, p.batch, p.seq, self.way == "1-D+SP")
         if self.way in ("2-D", "2-D ideal", "2.5-D"):
             return two_d_cost(p.config, k, at, p.batch, p.seq)
         return step_cost(p.config, k, at, p.batch, p.seq, p.policy, schedule=self.schedule(p))
+
+    def native_options(self, problem: Problem) -> dict[str, bool]:
+        """Of `Native` and its cost."""
+        reshard = problem.policy.weights == "regather" and not self.tuned
+        return {"ideal": self.way == "native ideal", "reshard": reshard, "sp": self.sp, "ddp": self.way == "DDP"}
 
     def schedule(self, problem: Problem) -> Schedule:
         """Of a cuboid, what suits its sizes and the network."""
@@ -176,8 +187,8 @@ class NativeRunner:
 
     def __init__(self, contestant: Contestant, problem: Problem, world: World) -> None:
         k = contestant.shape
-        ideal, reshard = contestant.way == "native ideal", problem.policy.weights == "regather"
-        self._native = Native(problem.config, world, k.x, k.y, problem.seed, ideal=ideal, reshard=reshard)
+        options = contestant.native_options(problem)
+        self._native = Native(problem.config, world, k.x, k.y, problem.seed, torch.float32, **options)
         self.module = self._native.model
         self.optimizer: torch.optim.Optimizer = adamw(self.module)
         self.ledger = Ledger()
@@ -240,8 +251,19 @@ def every(problem: Problem, ranks: int) -> Iterator[Contestant]:
     for shape in feasible(problem, ranks):
         yield Contestant("cuboid", shape)
     for tp in (p for p in range(1, ranks + 1) if ranks % p == 0 and problem.batch % (ranks // p) == 0):
-        yield Contestant("native", Cuboid(ranks // tp, tp, 1))
-        yield Contestant("native ideal", Cuboid(ranks // tp, tp, 1))
+        yield from _natives(Cuboid(ranks // tp, tp, 1))
+
+
+def _natives(shape: Cuboid) -> Iterator[Contestant]:
+    """PyTorch's own on one mesh, each way that may be its best: with and without sequence parallelism, weights gathered
+    again in backward or kept, gloo's reduce-scatters or the least traffic, and DDP."""
+    for sp in (True, False)[: 1 + (shape.y > 1)]:
+        for tuned in (False, True)[: 1 + (shape.x > 1)]:
+            yield Contestant("native", shape, sp=sp, tuned=tuned)
+        if sp or shape.x > 1:  # else it has no reduce-scatter
+            yield Contestant("native ideal", shape, sp=sp, tuned=shape.x > 1)
+    if shape.y == 1 < shape.x:
+        yield Contestant("DDP", shape)
 
 
 def possible(contestants: Iterable[Contestant], problem: Problem) -> tuple[list[Contestant], dict[str, str]]:

@@ -22,7 +22,8 @@ _OPS: dict[str, tuple[str, Callable[[Any, Any], tuple[Tensor, Any]]]] = {
     "_c10d_functional::all_to_all_single": ("all_to_all", lambda args, _: (args[0], args[3])),
     "_c10d_functional::all_reduce": ("all_reduce", lambda args, _: (args[0], args[2])),
 }
-_MOVES_NOTHING = {"_c10d_functional::_wrap_tensor_autograd", "c10d::barrier"}
+#: DDP's broadcast tells the order of its buckets, once: a few numbers.
+_MOVES_NOTHING = {"_c10d_functional::_wrap_tensor_autograd", "c10d::barrier", "c10d::broadcast_"}
 
 
 class Tally(TorchDispatchMode):

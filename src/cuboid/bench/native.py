@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,9 +28,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from cuboid.bench.count import Tally
-from cuboid.bench.native_model import NativeTransformer, first_values
+from cuboid.bench.native_model import NativeTransformer, first_values, fuse, unfuse
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_reduce, gather_pieces, reduce_scatter
 from cuboid.comm.flight import Flight
@@ -46,9 +47,10 @@ from cuboid.run.launch import World
 class Native:
     """A rank's model, ready to train; tp varies fastest over ranks.
 
-    `reshard` gathers a block's weights again in backward; `ideal` replaces reduce-scatters, which gloo does as
-    all-reduces, by the least traffic, and hides FSDP's behind backward as it is hidden on a GPU: gradients must then be
-    None when a step begins. There is no dropout.
+    `reshard` gathers a block's weights again in backward; without, they are kept from forward. `sp` splits the residual
+    stream over tp, too. `ddp` replicates the model over fsdp instead of sharding it. `ideal` replaces reduce-scatters,
+    which gloo does as all-reduces, by the least traffic, and hides FSDP's behind backward as it is hidden on a GPU:
+    gradients must then be None when a step begins. There is no dropout.
     """
 
     def __init__(
@@ -61,7 +63,11 @@ class Native:
         dtype: torch.dtype = torch.float32,
         ideal: bool = False,
         reshard: bool = True,
+        sp: bool = True,
+        ddp: bool = False,
     ) -> None:
+        if ddp and (tp > 1 or ideal):
+            raise ValueError(f"ddp=True replicates the model as it is; use tp=1 and ideal=False, not tp={tp}")
         if fsdp * tp != world.size:
             raise ValueError(
                 f"fsdp={fsdp} × tp={tp} needs {fsdp * tp} ranks but {world.size} were started; "
@@ -81,12 +87,16 @@ class Native:
         with torch.device("meta"):
             self.model = NativeTransformer(config).to(dtype)
         if tp > 1:
-            parallelize_module(self.model, self.mesh[self._tp], plan(config, _IdealShard if ideal else Shard))
-        self.specs = {name: _spec(parameter) for name, parameter in self.model.named_parameters()}
-        if fsdp > 1:
+            parallelize_module(self.model, self.mesh[self._tp], plan(config, _IdealShard if ideal else Shard, sp))
+        self.specs = {name: _spec(parameter, ddp) for name, parameter in self.model.named_parameters()}
+        if fsdp > 1 and not ddp:
             shard(self.model, self.mesh["fsdp"], reshard, _IdealReduceScatter(self.fsdp) if ideal else None)
         self.model.to_empty(device=world.device)
         self._initialise(seed)
+        self._run: nn.Module = self.model
+        if ddp and fsdp > 1:
+            group = self.mesh.get_group("fsdp")
+            self._run = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=True)
         if fsdp == 1 and tp > 1:  # FSDP does it otherwise
             for parameter in self.model.parameters():
                 parameter.register_post_accumulate_grad_hook(_like_parameter)
@@ -98,9 +108,18 @@ class Native:
             mean, std = first_values(self.config, name)
             shard, spec = shard_of(parameter), self.specs[name]
             shard.fill_(mean)
-            if std:
+            if std and ".qkv." in name:  # ours are three, each with random numbers of its own
+                shard.add_(spec.take(self._first_qkv(seed, name, std), self.cuboid, self.coordinates).to(shard))
+            elif std:
                 ranges = spec.ranges(self.cuboid, self.coordinates)
                 shard.add_(normal(key_of(seed, name), spec.shape, ranges, std).to(shard))
+
+    def _first_qkv(self, seed: int, name: str, std: float) -> Tensor:
+        c, parts = self.config, dict[str, Tensor]()
+        for each, rows in (("q", c.q_dim), ("k", c.kv_dim), ("v", c.kv_dim)):
+            ours = name.replace(".qkv.", f".{each}.")
+            parts[ours] = normal(key_of(seed, ours), (rows, c.hidden), ((0, rows), (0, c.hidden)), std)
+        return fuse(c, parts)[name]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.model.parameters()
@@ -117,7 +136,7 @@ class Native:
         with warnings.catch_warnings():
             # an embedding's rows cut by tp are a view; nothing here writes to it
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-            logits = self.model(tokens).flatten(0, 1)
+            logits = self._run(tokens).flatten(0, 1)
         if isinstance(logits, DTensor):
             mine = _ParallelLoss.apply(logits, targets.flatten())
         else:
@@ -136,10 +155,11 @@ class Native:
         return self._whole(dict(self.model.named_parameters()))
 
     def _whole(self, tensors: dict[str, Any]) -> dict[str, Tensor]:
-        return {
+        whole = {
             name: self.specs[name].join(gather_pieces(shard_of(tensor), self.world), self.cuboid)
             for name, tensor in tensors.items()
         }
+        return unfuse(self.config, whole)
 
     def tally(self, ledger: Ledger) -> Tally:
         """A context within which the ledger counts what is sent over "fsdp" and "tp"."""
@@ -153,8 +173,10 @@ class Native:
         _clear_sharding_prop_cache()
 
 
-def _spec(parameter: Tensor) -> Spec:
-    """How a parameter is cut: by tp (our y) as its placement says, then by fsdp (our x) along dim 0."""
+def _spec(parameter: Tensor, ddp: bool = False) -> Spec:
+    """How a parameter is split: by tp (our y) as its placement says, then by fsdp (our x) along dim 0. DDP: not."""
+    if ddp:
+        return Spec(tuple(parameter.shape), ((),) * parameter.ndim)
     cuts: list[tuple[str, ...]] = [()] * parameter.ndim
     if isinstance(parameter, DTensor) and isinstance(placement := parameter.placements[0], Shard):
         cuts[placement.dim] = ("y",)
@@ -169,13 +191,15 @@ def _like_parameter(parameter: Tensor) -> None:
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
-def plan(config: ModelConfig, cut: type[Shard]) -> dict[str, ParallelStyle]:
-    """Tensor parallelism with the residual stream [b, s/tp, d]. One gather of it serves q, k and v, or gate and up."""
-    s, whole = cut(1), Replicate()
+def plan(config: ModelConfig, cut: type[Shard], sp: bool) -> dict[str, ParallelStyle]:
+    """Tensor parallelism with the residual stream [b, s/tp, d], or without `sp` whole. One gather of it serves gate and
+    up."""
+    whole = Replicate()
+    s: Placement = cut(1) if sp else whole
     gather_x = PrepareModuleInput(input_layouts=(s,), desired_input_layouts=(whole,))
     gather_first = PrepareModuleInput(input_layouts=(s, None), desired_input_layouts=(whole, None))
-    norm, out = SequenceParallel(use_local_output=True), RowwiseParallel(output_layouts=s)
-    into = ["attention.q", "attention.k", "attention.v", "mlp.up"] + (["mlp.gate"] if config.gated else [])
+    norm: ParallelStyle = SequenceParallel(use_local_output=True) if sp else _Replicated()
+    out, into = RowwiseParallel(output_layouts=s), ["attention.qkv", "mlp.up"] + (["mlp.gate"] if config.gated else [])
     styles: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=whole, output_layouts=s),
         "norm": norm,
@@ -189,8 +213,22 @@ def plan(config: ModelConfig, cut: type[Shard]) -> dict[str, ParallelStyle]:
         "blocks.*.mlp.down": out,
     }
     if not config.rotary:
-        styles["positions"] = RowwiseParallel(input_layouts=whole, output_layouts=cut(0))
+        styles["positions"] = RowwiseParallel(input_layouts=whole, output_layouts=cut(0) if sp else whole)
     return styles
+
+
+class _Replicated(ParallelStyle):
+    """A module that every rank of tp runs on the same input. Its parameters are DTensors as the others are, which an
+    optimizer wants."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return DTensor.from_local(inputs[0], mesh, (Replicate(),), run_check=False)
+
+        def leave(_: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+            return outputs.to_local()
+
+        return distribute_module(module, device_mesh, None, enter, leave)
 
 
 class ReduceScatter(Protocol):

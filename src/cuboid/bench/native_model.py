@@ -1,7 +1,9 @@
 """The same Transformer as a user of plain PyTorch writes it: `torch.nn`, batch first, unaware of devices.
 
-Its parameters bear the names of ours and begin with the same values.
+Its parameters bear the names of ours and begin with the same values; queries, keys and values are one linear.
 """
+
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +18,16 @@ Turn = tuple[Tensor, Tensor]  # cos and sin, [s, e/2]
 class NativeAttention(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.head_dim, bias = c.head_dim, bool(c.bias)
-        self.q = nn.Linear(c.hidden, c.q_dim, bias)
-        self.k = nn.Linear(c.hidden, c.kv_dim, bias)
-        self.v = nn.Linear(c.hidden, c.kv_dim, bias)
+        self.head_dim, self.group, bias = c.head_dim, c.heads // c.kv_heads, bool(c.bias)
+        self.qkv = nn.Linear(c.hidden, c.q_dim + 2 * c.kv_dim, bias)  # rows as `fuse` orders them
         self.out = nn.Linear(c.q_dim, c.hidden, bias)
 
     def forward(self, x: Tensor, turn: Turn | None) -> Tensor:
-        # b s (h e) -> b h s e, of as many heads as the weights here have
-        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        # b s (h g+2 e) -> b h s g+2 e, of as many heads of keys as the weights here have
+        heads = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim)).transpose(1, 2)
+        q, k, v = heads.split((self.group, 1, 1), 3)
+        # b h s g e -> b (h g) s e
+        q, k, v = q.transpose(2, 3).flatten(1, 2), k.squeeze(3), v.squeeze(3)
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -84,6 +87,27 @@ class NativeTransformer(nn.Module):
             x = block(x, turn)
         x = self.norm(x)
         return self.head(x, self.embed.weight) if self.config.tied else self.head(x)
+
+
+def fuse(c: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors by name, with q, k and v as one: each head of keys behind its queries, its values behind it, so that
+    tensor parallelism splits the rows evenly."""
+    found = dict(tensors)
+    for name in [name for name in tensors if ".attention.q." in name]:
+        parts = [found.pop(name.replace(".q.", f".{each}.")) for each in "qkv"]
+        heads = [part.unflatten(0, (c.kv_heads, -1, c.head_dim)) for part in parts]
+        found[name.replace(".q.", ".qkv.")] = torch.cat(heads, 1).flatten(0, 2)
+    return found
+
+
+def unfuse(c: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `fuse`."""
+    found = dict(tensors)
+    for name in [name for name in tensors if ".attention.qkv." in name]:
+        heads = found.pop(name).unflatten(0, (c.kv_heads, -1, c.head_dim))
+        for each, part in zip("qkv", heads.split((c.heads // c.kv_heads, 1, 1), 1), strict=True):
+            found[name.replace(".qkv.", f".{each}.")] = part.flatten(0, 2)
+    return found
 
 
 def norm(c: ModelConfig) -> nn.Module:

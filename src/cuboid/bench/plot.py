@@ -23,6 +23,7 @@ COLOURS = {
     "cuboid": "#1f5fa8",
     "native": "#8a4f9e",
     "native ideal": "#c79bd4",
+    "DDP": "#5b2a6e",
 }
 
 

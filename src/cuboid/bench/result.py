@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -161,6 +162,7 @@ class BenchReport:
         first = {
             "bench": self.bench,
             "command": " ".join(["cuboid", *sys.argv[1:]]),
+            "commit": commit(),
             "began": self.began,
             "seconds": round(time.monotonic() - self.clock, 1),
             "settings": self.settings,
@@ -176,6 +178,20 @@ class Result(BenchReport):
 
     def save(self, folder: Path) -> Path:
         return self.write(folder / f"{self.bench}.json", {"rows": [row.export() for row in self.rows]})
+
+
+def commit() -> str:
+    """Of the sources that ran, "+" if they were changed since; "" where they are not a clone."""
+    where = Path(__file__).parent
+    git = ["git", "-C", str(where)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--", str(where.parent)], capture_output=True, text=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found + "+" * bool(changed.stdout)
 
 
 def machine() -> dict[str, Any]:

@@ -121,6 +121,19 @@ def _slow_remarks(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def against_native(rows: Sequence[Row]) -> str:
+    """How our fastest compares with the fastest of PyTorch's own; "" where one of them is not among the rows."""
+    ours = [row for row in rows if row.contestant.cuboidal]
+    theirs = [row for row in rows if row.contestant.native]
+    if not ours or not theirs:
+        return ""
+    best, rival = (min(group, key=lambda row: row.spread("step").median) for group in (ours, theirs))
+    ratio = rival.spread("step").median / best.spread("step").median
+    apart = best.spread("step").high < rival.spread("step").low
+    names = f"{best.contestant.name} against {rival.contestant.name}, the fastest of PyTorch's own"
+    return f"{names}: {ratio:.2f} × as fast" + ("." if apart else "; there is nothing to gain here.")
+
+
 def _remarks(rows: Sequence[Row]) -> list[str]:
     crossed = "; crossed: bytes the busiest host sent to others; network: their time at the link's rate" * bool(
         rows[0].rate
@@ -137,4 +150,4 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
             else "too little for its ratio to count"
         )
         lines.append(f"Bytes ÷ rate explain at least {network[least]:.0%} of a step ({least}), {says}.")
-    return lines
+    return [*lines, *filter(None, [against_native(rows)])]

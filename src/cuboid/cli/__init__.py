@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.text import Text
 
 from cuboid import __version__
-from cuboid.cli.bench import bench
+from cuboid.cli.bench import app as bench
 from cuboid.cli.calibrate import calibrate
 from cuboid.cli.checkpoint import app as checkpoint
-from cuboid.cli.command import Command
+from cuboid.cli.command import Command, explain
 from cuboid.cli.config import config
 from cuboid.cli.convert import export, import_
 from cuboid.cli.data import app as data
+from cuboid.cli.demo import demo
 from cuboid.cli.doctor import doctor
 from cuboid.cli.eval import eval_
 from cuboid.cli.plan import plan
@@ -30,10 +31,10 @@ from cuboid.train.keys import RenamedKey
 app = typer.Typer(
     name="cuboid",
     help="Train Transformers too big for one device on any x × y × z block of devices.",
-    no_args_is_help=True,
-    add_completion=False,
+    epilog="Begin with: cuboid train (a demo), cuboid plan llama-3-8b --ranks 64, cuboid config --show.",
     pretty_exceptions_enable=False,
 )
+app.command(cls=Command)(demo)
 app.command(cls=Command)(train)
 app.command(cls=Command)(sample)
 app.command("eval", cls=Command)(eval_)
@@ -41,28 +42,32 @@ app.command("import", cls=Command)(import_)
 app.command(cls=Command)(export)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(verify)
-app.command(cls=Command)(bench)
 app.command(cls=Command)(plan)
 app.command(cls=Command)(calibrate)
 app.command(cls=Command)(config)
+app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 app.add_typer(checkpoint, name="checkpoint")
 
 
 @app.callback(invoke_without_command=True)
-def options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def options(
+    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     if version:
         print(f"cuboid {__version__}")
+    elif ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
 
 
 def main() -> None:
     warnings.simplefilter("default", RenamedKey)
     warnings.showwarning = _show
     try:
-        app()
-    except ValueError as error:
+        sys.exit(app(prog_name="cuboid", standalone_mode=False) or 0)
+    except (ValueError, typer.TyperException) as error:
         if is_first_of_host():  # under torchrun every rank finds the same fault; one says so
-            say(error)
+            say(error if isinstance(error, ValueError) else explain(error))
         sys.exit(2)
     except RunError as error:
         if is_first_of_host():
@@ -88,5 +93,5 @@ def _show(
         (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
-def say(error: Exception) -> None:
+def say(error: Exception | str) -> None:
     Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)

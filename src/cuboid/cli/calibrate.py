@@ -1,22 +1,22 @@
 """`cuboid calibrate`: what this machine or cluster can do, for `cuboid plan`."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.dtypes import known
-from cuboid.model.cuboid import COMPUTE
-from cuboid.plan.calibrate import Calibration, across_hosts
-from cuboid.plan.calibrate import calibrate as calibrate_on_rank
-from cuboid.plan.calibrate.timing import Settings
+from cuboid.dtypes import COMPUTED, known
 from cuboid.plan.source import model as load_model
-from cuboid.run.launch import launch
 from cuboid.train.progress import quantity
+
+if TYPE_CHECKING:
+    from cuboid.plan.calibrate import Calibration
 
 
 def calibrate(
@@ -27,7 +27,7 @@ def calibrate(
         int, typer.Option(help="Tokens of a rank at a time, 64 or more; 0: 512 on a CPU, 8192 on a GPU.", min=0)
     ] = 0,
     dtype: Annotated[
-        str, typer.Option(help=f"One of {', '.join(COMPUTE)}; if left out, fp32 on a CPU, bf16 on a GPU.")
+        str, typer.Option(help=f"One of {', '.join(COMPUTED)}; if left out, fp32 on a CPU, bf16 on a GPU.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
@@ -36,13 +36,17 @@ def calibrate(
 
     On a cluster: torchrun --nproc-per-node 8 … -m cuboid calibrate --ranks 64
     """
+    dtype = known(dtype, COMPUTED) if dtype else ""
+    from cuboid.plan.calibrate import across_hosts
+    from cuboid.plan.calibrate import calibrate as calibrate_on_rank
+    from cuboid.plan.calibrate.timing import Settings
+    from cuboid.run.launch import launch
+
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ValueError(f"{out} cannot be written: give a file in a folder that exists")
     if 0 < tokens < 64:
         raise ValueError(f"--tokens {tokens} are too few to time; use 64 or more, or 0 for what suits the device")
-    settings = Settings(
-        load_model(model).replace(layers=1) if model else None, tokens, known(dtype, COMPUTE) if dtype else ""
-    )
+    settings = Settings(load_model(model).replace(layers=1) if model else None, tokens, dtype)
     found = launch(calibrate_on_rank, ranks, [settings, out.stem])[0]
     if found is None:  # a rank other than 0 under torchrun
         return

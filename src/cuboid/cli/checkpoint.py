@@ -11,15 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.cli.bar import bar
+from cuboid.cli.command import Command
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.train import manifest
-from cuboid.train.checkpoint import candidates, complete, inspect, step_of
-from cuboid.train.manifest import Damaged
 from cuboid.train.progress import duration, quantity
-from cuboid.train.run import RunFolder
-from cuboid.train.writer import leftovers, remove
 
-app = typer.Typer(name="checkpoint", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="checkpoint", add_completion=False, pretty_exceptions_enable=False)
 
 RUN = Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -30,12 +26,14 @@ def checkpoint() -> None:
     """List, verify and prune the checkpoints of a run."""
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_(run: RUN, as_json: JSON = False) -> None:
     """Print each checkpoint: step, size, age, the cuboid it was written on, and whether it looks whole.
 
     Manifest, state and the sizes of the other files are looked at; cuboid checkpoint verify reads them all.
     """
+    from cuboid.train.checkpoint import candidates
+
     rows = [row(path) for path in reversed(candidates(run))]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -51,6 +49,9 @@ def list_(run: RUN, as_json: JSON = False) -> None:
 
 
 def row(path: Path) -> dict[str, Any]:
+    from cuboid.train.checkpoint import inspect
+    from cuboid.train.manifest import Damaged
+
     files = [file.lstat() for file in path.iterdir()]
     found: dict[str, Any] = {
         "name": path.name,
@@ -69,12 +70,14 @@ def row(path: Path) -> dict[str, Any]:
     return found
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(run: RUN, as_json: JSON = False) -> None:
     """Read every file of every checkpoint and hold it against its checksum.
 
     Exits 0 if all are as they were written, 1 if any is not.
     """
+    from cuboid.train.checkpoint import candidates
+
     console = Console(highlight=False, markup=False, soft_wrap=True, stderr=as_json)
     found = {path: damage(path, console) for path in reversed(candidates(run))}
     if as_json:
@@ -88,6 +91,10 @@ def verify(run: RUN, as_json: JSON = False) -> None:
 
 def damage(path: Path, console: Console) -> list[str]:
     """The files of a checkpoint that are not as they were written."""
+    from cuboid.train import manifest
+    from cuboid.train.checkpoint import inspect
+    from cuboid.train.manifest import Damaged
+
     try:
         sums, _ = inspect(path)
     except Damaged as error:
@@ -96,7 +103,7 @@ def damage(path: Path, console: Console) -> list[str]:
         return sorted(name for name, each in sums.items() if not manifest.same(path, name, each, advance))
 
 
-@app.command()
+@app.command(cls=Command)
 def prune(
     run: Annotated[Path, typer.Argument(help="A run folder in which nothing is being written.")],
     keep: Annotated[int, typer.Option(help="How many good ones to keep, the newest.", min=1)] = 2,
@@ -106,6 +113,9 @@ def prune(
 
     Those to be kept are read and held against their checksums first. If there is no good one, none is removed.
     """
+    from cuboid.train.checkpoint import candidates, step_of
+    from cuboid.train.run import RunFolder
+
     console = Console(highlight=False, markup=False, soft_wrap=True)
     newest = candidates(run)[0]
     if newest == run.resolve():
@@ -119,6 +129,9 @@ def prune(
 
 def _prune(folder: Path, keep: int, dry_run: bool, console: Console) -> list[Path]:
     """Those kept, newest first."""
+    from cuboid.train.checkpoint import complete
+    from cuboid.train.writer import leftovers, remove
+
     kept: list[Path] = []
     for path in reversed(complete(folder)):
         if len(kept) < keep and not damage(path, console):

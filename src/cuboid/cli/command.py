@@ -1,23 +1,70 @@
-"""How every command reads its words: flags of earlier versions are still read, with a warning."""
+"""How every command reads its words: flags of earlier versions are read with a warning, and each wrong command line is
+answered in one or two sentences that lead to a right one."""
 
+import re
 from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
 
 from cuboid.cli.say import warn
+from cuboid.train.config import TrainConfig
+from cuboid.train.keys import keys
 
 #: Flags by their names in earlier versions.
 RENAMED = {"--data": "--replicas", "--devices": "--ranks", "--precision": "--dtype", "--parts": "--sub-batches"}
 
+#: What people type for a command.
+COMMANDS = {
+    **dict.fromkeys(("run", "fit", "pretrain", "finetune", "fine-tune", "start", "demo"), "train"),
+    **dict.fromkeys(("generate", "infer", "complete"), "sample"),
+    **dict.fromkeys(("evaluate", "perplexity"), "eval"),
+    **dict.fromkeys(("benchmark", "compare"), "bench"),
+    **dict.fromkeys(("test", "check"), "verify"),
+    **dict.fromkeys(("resume", "continue"), "train --resume RUN"),
+    **dict.fromkeys(("convert", "load"), "import"),
+    **dict.fromkeys(("save",), "export"),
+    **dict.fromkeys(("search", "tune", "estimate"), "plan"),
+    **dict.fromkeys(("tokenize", "tokenise", "prepare", "preprocess"), "data build"),
+}
+#: What people type for a flag: those of ours, the first that a command takes.
+FLAGS = {
+    **dict.fromkeys(
+        ("gpus", "num-gpus", "ngpus", "nproc", "nproc-per-node", "world-size", "processes", "ranks", "devices"),
+        ("--ranks", "--cuboid x,y,z (x·y·z ranks)"),
+    ),
+    **dict.fromkeys(("tp", "tensor-parallel", "tensor-parallel-size"), ("--cuboid 1,TP,1",)),
+    **dict.fromkeys(("fsdp", "dp-shard"), ("--cuboid FSDP,1,1",)),
+    **dict.fromkeys(("dp", "data-parallel"), ("--replicas",)),
+    **dict.fromkeys(("pp", "pipeline-parallel"), ("--pipe",)),
+    **dict.fromkeys(("model", "model-name"), ("--preset", "--set model.pretrained=FOLDER")),
+    **dict.fromkeys(("checkpoint", "ckpt", "continue"), ("--resume",)),
+    **dict.fromkeys(("output", "output-dir", "out-dir", "save-dir", "out"), ("--out", "--set logging.folder=FOLDER")),
+    **dict.fromkeys(("text", "dataset", "train-data", "data"), ("--set data.paths=FILE",)),
+    **dict.fromkeys(("max-tokens", "max-new-tokens", "length"), ("--tokens",)),
+    **dict.fromkeys(("get", "key", "list"), ("--show",)),
+    **dict.fromkeys(("cuboid", "layout"), ("--cuboid", "--only 'cuboid 2,2,2'", "--explain")),
+}
+
 
 class Command(TyperCommand):
+    """A command that reads flags by their earlier names too."""
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {flag for param in self.params for flag in param.opts}
         return super().parse_args(ctx, [_current(word, known) for word in args])
 
 
-def _current(word: str, known: Sequence[str] | set[str]) -> str:
+def one_of(flag: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        near = get_close_matches(value, choices, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{flag} {value} is not one of {', '.join(choices)}{hint}")
+
+
+def _current(word: str, known: set[str]) -> str:
     """A word by its name of today, if it is a flag that has another and this command takes that one."""
     flag, equals, value = word.partition("=")
     now = RENAMED.get(flag)
@@ -25,3 +72,66 @@ def _current(word: str, known: Sequence[str] | set[str]) -> str:
         return word
     warn(f"{flag} is now called {now}; please use the new name")
     return now + equals + value
+
+
+def explain(error: Any) -> str:
+    """What is wrong with a command line, and what to write instead. Attributes tell what kind of error it is."""
+    ctx, message = getattr(error, "ctx", None), error.format_message().rstrip(".")
+    if ctx is None and hasattr(error, "option_name"):
+        return _lacks_value(error.option_name)
+    if ctx is None:
+        return str(message)
+    path, command = ctx.command_path, ctx.command
+    see = f"{path} --help lists all"
+    flags = [flag for param in command.params for flag in param.opts if flag.startswith("--")]
+    if hasattr(error, "possibilities"):
+        hint = _flag_hint(error.option_name, flags, path)
+        if ctx.parent is None and not hint:
+            hint = f"options come after a command, such as cuboid train {error.option_name} …"
+        return f"{path} has no option {error.option_name}; {hint or see}"
+    if hasattr(error, "option_name"):
+        return _lacks_value(error.option_name)
+    if hasattr(error, "param_type"):  # something is missing
+        what = error.param.opts[0] if error.param.opts[0].startswith("-") else error.param.name.upper()
+        return f"{path} needs {what}: {(error.param.help or '').rstrip('.')}. {path} --help shows how"
+    if hasattr(error, "param"):
+        what = error.param.opts[0] if error.param.opts[0].startswith("-") else error.param.name.upper()
+        return f"{what}: {error.message.rstrip('.')}; {path} --help shows what it takes"
+    if hasattr(command, "list_commands"):
+        names = command.list_commands(ctx)
+        typed = re.search(r"No such command '(.*?)'", message)
+        if typed is None:
+            return f"{path} needs a command after it: one of {', '.join(names)}"
+        near = get_close_matches(typed[1], names, 1)
+        hint = f"{path} {near[0] if near else COMMANDS.get(typed[1], '')}" if near or typed[1] in COMMANDS else ""
+        if not hint and ctx.parent is not None and Path(typed[1]).exists():  # a file where a command belongs
+            hint = f"{path} {names[0]} {typed[1]}"
+        rest = f"did you mean {hint}? " if hint else ""
+        return f"{path} has no command {typed[1]!r}; {rest}There are {', '.join(names)}"
+    if extra := re.search(r"extra arguments?(?:\(s\))? \((.*)\)", message):
+        if re.fullmatch(r"[\d ]+", extra[1]):
+            return f"{path} does not take {extra[1]!r} here; write sizes with commas, such as --cuboid 2,2,2"
+        return f"{path} does not take {extra[1]!r} here; quote a text with spaces, and see {path} --help"
+    return f"{message}; {see}"
+
+
+def _lacks_value(flag: str) -> str:
+    example = {"--cuboid": "2,2,2", "--set": "optimizer.lr=1e-3", "--resume": "runs/NAME"}.get(flag)
+    return f"{flag} needs a value" + (f", such as {flag} {example}" if example else "")
+
+
+def _flag_hint(typed: str, flags: Sequence[str], path: str) -> str:
+    """What to write instead of a flag that a command does not have."""
+    word = typed.lstrip("-").lower()
+    for ours in FLAGS.get(word, ()):
+        if ours.split()[0] in flags:
+            return f"write {ours}"
+    if near := get_close_matches(typed, flags, 1, 0.75):
+        return f"did you mean {near[0]}?"
+    if "--set" in flags:
+        name = word.replace("-", "_")
+        for key, each in keys(TrainConfig).items():
+            if name in (key.rpartition(".")[2], *each.rule.also):
+                return f"set the key {key}: --set {key}=VALUE"
+    near = get_close_matches(typed, flags, 1, 0.5)
+    return f"did you mean {near[0]}? {path} --help lists all" if near else ""

@@ -1,30 +1,24 @@
 """`cuboid import`, `cuboid export`: Hugging Face folders to checkpoints and back."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 from cuboid.cli.bar import bar
-from cuboid.data.tokenizer import FILE
-from cuboid.dtypes import known
+from cuboid.dtypes import EXPORTED, known
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.mesh import Mesh
-from cuboid.model.cuboid import CuboidParallel
-from cuboid.model.hf import folder as files
-from cuboid.model.hf.architecture import kind_of, model_config
-from cuboid.model.hf.load import from_pretrained
-from cuboid.model.hf.save import Provenance, save_pretrained
-from cuboid.model.transformer import Transformer
-from cuboid.run.launch import World, launch
-from cuboid.train import checkpoint
-from cuboid.train.origin import Origin
-from cuboid.train.writer import Writer
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
+    from cuboid.run.launch import World
+    from cuboid.train.origin import Origin
+
 CUBOID = Annotated[str, typer.Option(help="x,y,z to run on; one process unless given.")]
 
 
@@ -38,6 +32,9 @@ def import_(
     Training needs no such step: model.pretrained takes the folder itself.
     """
     shape = Cuboid.parse(cuboid)
+    from cuboid.model.hf.architecture import model_config
+    from cuboid.run.launch import launch
+
     model_config(folder).check(shape, shape.x, 1)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not an empty folder; name a new one to import to")
@@ -45,6 +42,16 @@ def import_(
 
 
 def import_on_rank(world: World, folder: Path, out: Path, cuboid: Cuboid) -> None:
+    import torch
+
+    from cuboid.data.tokenizer import FILE
+    from cuboid.mesh.mesh import Mesh
+    from cuboid.model.hf import folder as files
+    from cuboid.model.hf.load import from_pretrained
+    from cuboid.model.hf.save import Provenance
+    from cuboid.train import checkpoint
+    from cuboid.train.writer import Writer
+
     mesh, console = Mesh(cuboid, world.rank, world.device), talk(world)
     tensors = files.stored(folder).values()
     wide = torch.float64 if any(tensor.dtype == "F64" for tensor in tensors) else torch.float32
@@ -65,22 +72,36 @@ def export(
     model: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
     out: Annotated[Path, typer.Argument(help="The Hugging Face folder to make.")],
     dtype: Annotated[
-        str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}. Left out: as they were imported, or fp32.")
+        str, typer.Option(help=f"Of the weights: {', '.join(EXPORTED)}. Left out: as they were imported, or fp32.")
     ] = "",
     shard_gb: Annotated[float, typer.Option(help="Most of a file, in GB (10⁹ bytes).", min=1e-6)] = 5.0,
     cuboid: CUBOID = "1,1,1",
 ) -> None:
     """Write a trained model as a Hugging Face folder that transformers loads."""
-    dtype = known(dtype, DTYPES) if dtype else ""
-    origin, shape = Origin.find(model), Cuboid.parse(cuboid)
+    shape, dtype = Cuboid.parse(cuboid), known(dtype, EXPORTED) if dtype else ""
+    import torch
+
+    from cuboid.model.hf.architecture import kind_of
+    from cuboid.run.launch import launch
+    from cuboid.train.origin import Origin
+
+    stored = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    origin = Origin.find(model)
     kind_of(origin.config)
     origin.config.check(shape, shape.x, 1)
-    launch(export_on_rank, shape.ranks, [origin, out.resolve(), DTYPES.get(dtype), int(shard_gb * 1e9), shape])
+    launch(export_on_rank, shape.ranks, [origin, out.resolve(), stored.get(dtype), int(shard_gb * 1e9), shape])
 
 
 def export_on_rank(
     world: World, origin: Origin, out: Path, dtype: torch.dtype | None, shard_bytes: int, cuboid: Cuboid
 ) -> None:
+    import torch
+
+    from cuboid.mesh.mesh import Mesh
+    from cuboid.model.cuboid import CuboidParallel
+    from cuboid.model.hf.save import save_pretrained
+    from cuboid.model.transformer import Transformer
+
     mesh, console = Mesh(cuboid, world.rank, world.device), talk(world)
     provenance = origin.provenance
     wide = provenance is not None and any(came_as == "F64" for _, came_as in provenance.tensors.values())

@@ -7,12 +7,12 @@ import typer
 from rich.console import Console
 
 from cuboid.cli.bar import bar
+from cuboid.cli.command import Command
 from cuboid.cli.say import warn
-from cuboid.data import MAX_BAD, load_tokenizer, python_stdlib, text_files, unigram_entropy
-from cuboid.data import build as build_corpus
-from cuboid.data.corpus import VAL_FRACTION
+from cuboid.data.faults import MAX_BAD
+from cuboid.train.config import DataSection
 
-app = typer.Typer(name="data", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="data", add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
@@ -20,7 +20,7 @@ def data() -> None:
     """Prepare text for training."""
 
 
-@app.command()
+@app.command(cls=Command)
 def build(
     out: Annotated[Path, typer.Option(help="Folder to make: train.bin, val.bin, their headers and tokenizer.json.")],
     sources: Annotated[
@@ -34,7 +34,9 @@ def build(
         Path | None,
         typer.Option(help="A tokenizer.json of the tokenizers library. None: bytes, a vocabulary of 256."),
     ] = None,
-    val_fraction: Annotated[float, typer.Option(help="Share of the text kept for validation.")] = VAL_FRACTION,
+    val_fraction: Annotated[
+        float, typer.Option(help="Share of the text kept for validation.")
+    ] = DataSection.val_fraction,
     max_bad: Annotated[
         float,
         typer.Option(help="Share of a file's bytes that may be zero or not UTF-8; more is rejected.", min=0, max=1),
@@ -47,6 +49,9 @@ def build(
     the same text and tokenizer always give the same files. Zero bytes and bytes that are not UTF-8 are counted over
     whole files first and reported per file.
     """
+    from cuboid.data import build as build_corpus
+    from cuboid.data import load_tokenizer, python_stdlib, text_files, unigram_entropy
+
     console = Console(highlight=False, markup=False, soft_wrap=True)
     files = text_files(sources, max_bad, warn) if sources else python_stdlib()
     size = sum(file.stat().st_size for file in files)

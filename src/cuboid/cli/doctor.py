@@ -1,25 +1,27 @@
 """`cuboid doctor`: is this machine ready to train, and as fast as it should be?"""
 
+from __future__ import annotations
+
 import json
 import time
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from cuboid.cli.train import on_cuboid
-from cuboid.device import prepare_deterministic
-from cuboid.doctor import examine, on_rank
-from cuboid.doctor.finding import Finding
 from cuboid.plan.hardware import load as load_hardware
 from cuboid.run.errors import RunError
-from cuboid.run.launch import Pool, World, launch
 from cuboid.run.started import under_torchrun
 from cuboid.train.config import TrainConfig, load
+
+if TYPE_CHECKING:
+    from cuboid.doctor.finding import Finding
+    from cuboid.run.launch import World
 
 INDENT = 18  # of what a line says, behind its verdict and the name of the check
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
@@ -48,6 +50,10 @@ def doctor(
     Each line is ok, a warning or an error, with what to do about it. Exits 0 unless there is an error, then 1. Nothing
     is written. On a cluster: torchrun --nproc-per-node 8 … -m cuboid doctor big.toml
     """
+    from cuboid.device import prepare_deterministic
+    from cuboid.doctor import examine, on_rank
+    from cuboid.run.launch import Pool, launch
+
     chosen = on_cuboid(load(config, overrides or [], preset), cuboid, hardware if cuboid == "auto" else "")
     chosen.check()
     if chosen.precision.deterministic:
@@ -70,6 +76,8 @@ def doctor(
 
 def on_all_stages(world: World, config: TrainConfig, hardware: str, as_json: bool) -> bool:
     """On a rank of torchrun's: all of them walk through the stages, and the first speaks."""
+    from cuboid.doctor import examine, on_rank
+
     console, began = Console(highlight=False, quiet=world.rank != 0, stderr=as_json), time.monotonic()
     found, error = examine(
         lambda stage: on_rank(world, stage, config, hardware), lambda each: show(each, console, as_json)

@@ -1,28 +1,27 @@
 """`cuboid eval`: how well a model predicts a text."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cuboid.cli.bar import bar
 from cuboid.cli.convert import CUBOID, talk
 from cuboid.cli.say import warn
-from cuboid.data import MAX_BAD, Corpus, Tokens, is_built, is_token_file, open_corpus, text_files, tokenise
-from cuboid.dtypes import known
+from cuboid.data.faults import MAX_BAD
+from cuboid.dtypes import COMPUTED, known
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.mesh import Mesh
-from cuboid.model.cuboid import COMPUTE, CuboidParallel
-from cuboid.model.evaluate import Evaluation, evaluate
-from cuboid.model.transformer import Transformer
-from cuboid.run.launch import World, launch
-from cuboid.train import checkpoint
 from cuboid.train.config import load
-from cuboid.train.loop import corpus_of
-from cuboid.train.origin import Origin
-from cuboid.train.preflight import check_weights
+
+if TYPE_CHECKING:
+    from cuboid.data import Corpus, Tokens
+    from cuboid.model.evaluate import Evaluation
+    from cuboid.run.launch import World
+    from cuboid.train.origin import Origin
 
 
 def eval_(
@@ -36,7 +35,7 @@ def eval_(
     ] = None,
     seq: Annotated[int, typer.Option(help="Tokens in a window; the model's longest, at most 1024, if 0.", min=0)] = 0,
     batch: Annotated[int, typer.Option(help="Windows at a time, over all ranks.", min=1)] = 8,
-    dtype: Annotated[str, typer.Option(help=f"Of products and activations: {', '.join(COMPUTE)}.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help=f"Of matmuls and activations: {', '.join(COMPUTED)}.")] = "fp32",
     cuboid: CUBOID = "1,1,1",
     max_bad: Annotated[
         float, typer.Option(help="Share of a text file's bytes that may be zero or not UTF-8.", min=0, max=1)
@@ -48,8 +47,12 @@ def eval_(
     The text is cut into windows that do not overlap; a token is predicted from those before it in its window. Of a
     folder of built tokens the validation part is taken, unless it is empty.
     """
-    origin, shape = Origin.find(model), Cuboid.parse(cuboid)
-    dtype = known(dtype, COMPUTE)
+    shape, dtype = Cuboid.parse(cuboid), known(dtype, COMPUTED)
+    from cuboid.run.launch import launch
+    from cuboid.train.origin import Origin
+    from cuboid.train.preflight import check_weights
+
+    origin = Origin.find(model)
     seq = seq or min(1024, origin.config.longest)
     origin.config.check(shape, batch, seq)
     tokens = tokens_of(origin, text, max_bad) if text else held_out(origin)
@@ -65,6 +68,9 @@ def eval_(
 
 def tokens_of(origin: Origin, text: list[Path], max_bad: float) -> Tokens:
     """Of what was named, which is all text or one source of another kind."""
+    from cuboid.data import is_built, is_token_file, open_corpus, text_files, tokenise
+    from cuboid.train.loop import corpus_of
+
     others = [path for path in text if is_built(path) or is_token_file(path) or path.suffix == ".toml"]
     if not others:
         return readable(origin, tokenise(text_files(text, max_bad, warn), origin.tokenizer(), val_fraction=0.0)).train
@@ -81,6 +87,9 @@ def tokens_of(origin: Origin, text: list[Path], max_bad: float) -> Tokens:
 
 def held_out(origin: Origin) -> Tokens:
     """The validation part of a run, if its text is still what it was."""
+    from cuboid.train import checkpoint
+    from cuboid.train.loop import corpus_of
+
     config = origin.run / "config.toml" if origin.run is not None else None
     if config is None or not config.is_file():
         raise ValueError(f"{origin.path} is no run with a configuration, and has no text of its own; name text files")
@@ -112,6 +121,11 @@ def validation(corpus: Corpus, source: Path) -> Tokens:
 def eval_on_rank(
     world: World, origin: Origin, tokens: Tokens, seq: int, batch: int, dtype: str, cuboid: Cuboid, quiet: bool
 ) -> Evaluation | None:
+    from cuboid.mesh.mesh import Mesh
+    from cuboid.model.cuboid import COMPUTE, CuboidParallel
+    from cuboid.model.evaluate import evaluate
+    from cuboid.model.transformer import Transformer
+
     mesh, console = Mesh(cuboid, world.rank, world.device), talk(world)
     console.quiet = console.quiet or quiet
     model = Transformer(CuboidParallel(origin.config, mesh, dtype=COMPUTE[dtype]), None)

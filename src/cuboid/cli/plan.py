@@ -1,33 +1,35 @@
 """`cuboid plan`: which cuboid, how fast, how much memory, before anyone books a GPU."""
 
+from __future__ import annotations
+
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cuboid.dtypes import known
+from cuboid.dtypes import COMPUTED, known
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import FAMILIES, ModelConfig
-from cuboid.plan import check as checking
+from cuboid.model.presets import PRESETS
 from cuboid.plan import hardware as machines
-from cuboid.plan.dry import Comparison, compare, dry_run
-from cuboid.plan.explain import corner, gigabytes, limit, nothing_fits, why
-from cuboid.plan.layer import ITEMSIZE, Choice, Work
-from cuboid.plan.plot import draw
-from cuboid.plan.published import Line, published
-from cuboid.plan.search import Plan, Ranking, rank, timeline
 from cuboid.plan.source import model as load_model
-from cuboid.train.auto import vocab_of
 from cuboid.train.config import TrainConfig
 from cuboid.train.config import load as load_run
 from cuboid.train.progress import quantity
+
+if TYPE_CHECKING:
+    from cuboid.plan.dry import Comparison
+    from cuboid.plan.layer import Choice, Work
+    from cuboid.plan.published import Line
+    from cuboid.plan.search import Plan, Ranking
 
 
 def plan(
@@ -53,7 +55,7 @@ def plan(
     micro_batches: Annotated[
         int | None, typer.Option(help="Parts the batch is computed in; a TOML's or run's, else 1.", min=1)
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZE)}; a TOML's or run's, else bf16.")] = "",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(COMPUTED)}; a TOML's or run's, else bf16.")] = "",
     family: Annotated[str, typer.Option(help=f"Without a model: one of {', '.join(FAMILIES)}.")] = "gpt2",
     layers: Annotated[int, typer.Option(help="Changes the model's, like the next ones.", min=0)] = 0,
     hidden: Annotated[int, typer.Option(min=0)] = 0,
@@ -80,17 +82,22 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Rank every cuboid of a cluster for a model by its predicted step, with every order of the axes over nodes, what
-    is kept and what is made again, and batches in parts or not.
+    """Rank every cuboid of a cluster for a model by its predicted step time.
 
+    Every order of the axes over nodes is tried, with and without recomputation, gathered operands kept or gathered
+    again, and one or several interleaved sub-batches. The last line is a cuboid train command that runs the winner.
     Predictions come from docs/planner.md's equations and the hardware's figures. cuboid calibrate measures a machine.
     """
     console = Console() if sys.stdout.isatty() else Console(width=180)
     if literature:
+        from cuboid.plan.published import published
+
         show_published(published(), console, as_json)
         return
     hw = machines.load(hardware)
     if check:
+        from cuboid.plan import check as checking
+
         checks = [checking.check(path, hw) for path in check]
         checking.show(checks, console, as_json)
         if not all(each.ok for of_file in checks for each in of_file):
@@ -102,14 +109,18 @@ def plan(
         seq, micro_batches = run.data.seq, micro_batches or run.data.micro_batches
         dtype, freeze = dtype or run.precision.dtype, freeze or run.model.freeze
     ranks, batch, micro_batches = ranks or 8, batch or 64, micro_batches or 1
-    dtype = known(dtype or "bf16", ITEMSIZE)
-    base = run.model_config(vocab_of(run.data)) if run is not None else load_model(model) if model else None
+    dtype = known(dtype or "bf16", COMPUTED)
+    base = planned_model(run) if run is not None else load_model(model) if model else None
     config = chosen_model(base, family, layers, hidden, heads, kv_heads, ffn, vocab, seq)
     if batch % micro_batches:
         raise ValueError(f"--batch {batch} cannot be cut into --micro-batches {micro_batches}; use a divisor of it")
-    length = seq or min(config.context, 4096)
+    length, only = seq or min(config.context, 4096), parse(explain, ranks) if explain else None
+    from cuboid.plan.explain import nothing_fits
+    from cuboid.plan.layer import Work
+    from cuboid.plan.plot import draw
+    from cuboid.plan.search import rank, timeline
+
     work = Work(config, batch // micro_batches, length, dtype, micro_batches, freeze)
-    only = parse(explain, ranks) if explain else None
     if plot is not None:
         make_folder(plot)
     ranking = rank(hw, work, ranks, only)
@@ -120,9 +131,12 @@ def plan(
     if dry:
         counted = dry_runs(work, first, "gloo" if hw.direct else "nccl")
     if as_json:
-        print(json.dumps(export(ranking, counted, timeline(work, first) if only and first.places else []), indent=1))
+        steps = timeline(work, first) if only and first.places else []
+        print(json.dumps(export(ranking, counted, steps) | {"train": train_command(ranking, model)}, indent=1))
     else:
         show(ranking, console, top, only)
+        console.print("Run it with:", highlight=False)
+        console.print(f"  {train_command(ranking, model)}", highlight=False, markup=False, soft_wrap=True)
         if counted is not None:
             show_dry(counted, first, console)
     if plot is not None:
@@ -134,6 +148,8 @@ def plan(
 
 def dry_runs(work: Work, plan: Plan, backend: str) -> list[Comparison]:
     """Of the first rank, or of the first of every place of a pipeline."""
+    from cuboid.plan.dry import compare, dry_run
+
     found, cuboid = [], plan.cuboid
     for place in range(cuboid.pipe):
         rank = cuboid.rank(cuboid.coordinates(0) | {"pipe": place})
@@ -152,6 +168,12 @@ def configured(name: str, seq: int) -> TrainConfig | None:
     else:
         return None
     return replace(run, data=replace(run.data, seq=seq or run.data.seq))
+
+
+def planned_model(run: TrainConfig) -> ModelConfig:
+    from cuboid.train.auto import vocab_of
+
+    return run.model_config(vocab_of(run.data))
 
 
 def chosen_model(
@@ -194,6 +216,35 @@ def parse(text: str, ranks: int) -> Cuboid:
     return cuboid
 
 
+def train_command(ranking: Ranking, source: str) -> str:
+    """A command line that trains the model on the fastest plan. `source` is what the model was read from."""
+    w, c, best = ranking.work, ranking.work.config, ranking.plans[0]
+    k, choice, words = best.cuboid, best.choice, ["cuboid", "train"]
+    if ranking.hardware.name in machines.PRESETS and ranking.hardware.name != "cpu":
+        hosts = -(-ranking.devices // ranking.hardware.node)
+        words = ["torchrun", "--nproc-per-node", str(min(ranking.devices, ranking.hardware.node))]
+        words += ["--nnodes", str(hosts), "-m", "cuboid", "train"]
+    path = Path(source)
+    if path.suffix == ".toml" or (path / "config.toml").is_file():
+        words.append(source if path.suffix == ".toml" else str(path / "config.toml"))
+    elif source in PRESETS:
+        words += ["--preset", source]
+    words += ["--cuboid", f"{k.x},{k.y},{k.z}", "--replicas", str(k.replicas), "--pipe", str(k.pipe)]
+    values: dict[str, Any] = {"cuboid.order": ",".join(k.order)}
+    if "--preset" not in words or PRESETS[source] != c:
+        sizes = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+        values |= {f"model.{name}": getattr(c, name) for name in sizes}
+    values |= {"data.batch": w.batch * w.micro_batches, "data.micro_batches": w.micro_batches, "data.seq": w.seq}
+    values |= {"precision.dtype": w.precision, "memory.recompute": choice.recompute}
+    values |= {"memory.activations": choice.policy.activations, "memory.weights": choice.policy.weights}
+    values |= {"overlap.sub_batches": 0 if choice.schedule.parts > 1 else 1, "overlap.chunks": 1}
+    if k.pipe > 1:
+        s = choice.schedule
+        values |= {"overlap.pipeline": s.pipeline, "overlap.stages": s.stages, "overlap.split": list(s.split)}
+    values |= {"model.freeze": w.freeze} if w.freeze else {}
+    return shlex.join([*words, *(word for name, value in values.items() for word in ("--set", f"{name}={value}"))])
+
+
 def described(choice: Choice) -> str:
     kept = {("regather", "regather"): "–", ("retain", "regather"): "X", ("regather", "retain"): "W"}
     policy = kept.get((choice.policy.activations, choice.policy.weights), "X W")
@@ -208,6 +259,8 @@ def inner(cuboid: Cuboid) -> str:
 
 
 def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> None:
+    from cuboid.plan.explain import corner, why
+
     w, hw, c = ranking.work, ranking.hardware, ranking.work.config
     devices = f"{ranking.devices} device{'s' * (ranking.devices > 1)}"
     console.print(
@@ -231,11 +284,14 @@ def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> N
 
 def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> Table:
     """Of plans and their layouts' names; without a name there is no column for it."""
+    from cuboid.plan.explain import gigabytes
+
     named = any(name for name, _ in plans)
     columns = ["layout"] if named else []
-    columns += ["cuboid", "slow → fast", "again, kept", "step", "tokens/s", "MFU", "waits", "memory", "of which"]
+    columns += ["cuboid x,y,z", "axes, slow → fast", "recompute, kept", "step", "tokens/s", "MFU"]
+    columns += ["exposed", "memory", "of which, GB"]
     table = Table(*columns, title=title, title_justify="left")
-    for column in table.columns[-7:]:
+    for column in table.columns[-6:]:
         column.justify = "right"
     for name, plan in plans:
         held = "+".join(f"{size / 1e9:.3g}" for size in plan.memory.values())
@@ -247,12 +303,18 @@ def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> T
         cells += [str(plan.cuboid), inner(plan.cuboid), again, f"{plan.seconds:.4g} s"]
         cells += [quantity(ranking.tokens_per_second(plan)), f"{ranking.mfu(plan):.1%}", waits or "–"]
         table.add_row(*cells, gigabytes(plan.peak), held)
-    table.caption = "of which: parameters + gradients + optimizer + activations + buffers; kept: gathered X, W"
+    table.caption = (
+        "kept: activations X, weights W that stay gathered for backward; exposed: share of the step that waits for "
+        "communication, by axis;\nmemory: peak per rank; of which: parameters + gradients + optimizer + activations + "
+        "buffers"
+    )
     table.caption_justify = "left"
     return table
 
 
 def _explain(ranking: Ranking, console: Console) -> None:
+    from cuboid.plan.explain import limit
+
     plan = ranking.plans[0]
     table = Table("part", "seconds", "of the step", title=f"{plan.cuboid}", title_justify="left")
     for name, seconds in sorted(plan.compute.items(), key=lambda part: -part[1]):
@@ -274,6 +336,8 @@ def _explain(ranking: Ranking, console: Console) -> None:
 
 
 def _places(plan: Plan) -> Table:
+    from cuboid.plan.explain import gigabytes
+
     title = f"Places of the pipe: {plan.choice.schedule.pipeline}, {plan.bubble:.1%} of the step idle"
     columns = ["place", "blocks", "forward", "backward", "idle in a step", "memory", "of which"]
     table = Table(*columns, title=title, title_justify="left")
@@ -307,6 +371,8 @@ def show_published(lines: Sequence[Line], console: Console, as_json: bool) -> No
 def export(
     ranking: Ranking, counted: Sequence[Comparison] | None, timeline: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
+    from cuboid.plan.explain import why
+
     def row(plan: Plan) -> dict[str, Any]:
         return {
             "cuboid": plan.cuboid.sizes,

@@ -1,19 +1,19 @@
 """`cuboid sample`: text from a trained model."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cuboid.cli.say import warn
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.mesh import Mesh
-from cuboid.model.cuboid import CuboidParallel
-from cuboid.model.generate import Sampling, check_prompt, generate
-from cuboid.model.transformer import Transformer
-from cuboid.run.launch import World, launch
-from cuboid.train.origin import Origin
-from cuboid.train.preflight import check_weights
+
+if TYPE_CHECKING:
+    from cuboid.model.generate import Sampling
+    from cuboid.run.launch import World
+    from cuboid.train.origin import Origin
 
 
 def sample(
@@ -27,7 +27,13 @@ def sample(
     cuboid: Annotated[str, typer.Option(help="x,y,z to run on; one process unless given.")] = "1,1,1",
 ) -> None:
     """Continue a prompt with a trained model, on one process or any cuboid."""
-    origin, shape, sampling = Origin.find(run), Cuboid.parse(cuboid), Sampling(temperature, top_k, top_p, seed)
+    shape = Cuboid.parse(cuboid)
+    from cuboid.model.generate import Sampling, check_prompt
+    from cuboid.run.launch import launch
+    from cuboid.train.origin import Origin
+    from cuboid.train.preflight import check_weights
+
+    origin, sampling = Origin.find(run), Sampling(temperature, top_k, top_p, seed)
     origin.config.check(shape, shape.x, 1)
     ids = [int(token) for token in origin.tokenizer().encode(prompt)]
     check_prompt(origin.config, ids)
@@ -41,6 +47,11 @@ def sample_on_rank(
     world: World, origin: Origin, cuboid: Cuboid, prompt: list[int], count: int, sampling: Sampling
 ) -> None:
     """Load, draw, and print from rank 0 as the text grows."""
+    from cuboid.mesh.mesh import Mesh
+    from cuboid.model.cuboid import CuboidParallel
+    from cuboid.model.generate import generate
+    from cuboid.model.transformer import Transformer
+
     mesh, tokenizer = Mesh(cuboid, world.rank, world.device), origin.tokenizer()
     model = Transformer(CuboidParallel(origin.config, mesh), None)
     origin.load(model)

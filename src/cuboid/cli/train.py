@@ -1,43 +1,35 @@
 """`cuboid train`: from text to a checkpoint that loads anywhere."""
 
+from __future__ import annotations
+
 import os
 import re
 import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from cuboid.cli.say import warn
-from cuboid.device import any_gpu, prepare_deterministic
-from cuboid.emulate.slow_motion import SlowMotion, parse
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.cluster import can_make_hosts
-from cuboid.run.launch import TIMEOUT, launch
-from cuboid.run.restart import keep_running
 from cuboid.run.started import is_first, is_first_of_host, local_ranks, under_torchrun
-from cuboid.run.stop import Stop
-from cuboid.train import checkpoint
-from cuboid.train.auto import for_ranks, planned
-from cuboid.train.begin import check_folder
 from cuboid.train.config import TrainConfig, load, missing
 from cuboid.train.keys import toml
-from cuboid.train.loop import Outcome
-from cuboid.train.loop import train as train_on_rank
-from cuboid.train.preflight import check as check_host
-from cuboid.train.preflight import crowd
 from cuboid.train.progress import duration
-from cuboid.train.rehearse import Rehearsed, rehearse
-from cuboid.train.run import fresh_path
-from cuboid.train.tracing import check_steps
+
+if TYPE_CHECKING:
+    from cuboid.emulate.slow_motion import SlowMotion
+    from cuboid.train.loop import Outcome
+    from cuboid.train.rehearse import Rehearsed
 
 
 def train(
     config: Annotated[
-        Path | None, typer.Argument(help="A TOML file; `cuboid config --show` prints every key. The demo if left out.")
+        Path | None, typer.Argument(help="A TOML file; `cuboid config --show` prints every key. None: a small GPT.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
@@ -85,6 +77,8 @@ def train(
     start = run = None
     overrides = overrides or []
     if resume is not None:
+        from cuboid.train import checkpoint
+
         start = resume.resolve()
         run = checkpoint.candidates(start)[0].parent.parent
         if config is None:  # the run's own, wherever its folder is by now
@@ -103,8 +97,18 @@ def train(
             raise ValueError(
                 "--emulate times a few steps and computes no values; leave out --resume, --trace, torchrun"
             )
+        from cuboid.emulate.slow_motion import parse
+
         show_rehearsal(chosen, parse(emulate))
         return
+    from cuboid.run.launch import TIMEOUT, launch
+    from cuboid.run.restart import keep_running
+    from cuboid.run.stop import Stop
+    from cuboid.train import checkpoint
+    from cuboid.train.begin import check_folder
+    from cuboid.train.loop import train as train_on_rank
+    from cuboid.train.tracing import check_steps
+
     check_steps(trace, 0, chosen.schedule.steps)
     folder = Path(chosen.logging.folder) if chosen.logging.folder else run or unnamed_folder()
     if folder is not None and not under_torchrun():  # there rank 0 looks, which makes it
@@ -113,6 +117,8 @@ def train(
     timeout = 2 * chosen.watch.timeout or TIMEOUT  # the watch strikes first, and says more
     look_ahead(chosen, ranks, force)
     if chosen.precision.deterministic:
+        from cuboid.device import prepare_deterministic
+
         prepare_deterministic()
     args = [chosen, folder, start, trace, force]
     with stop.listening():
@@ -132,6 +138,8 @@ def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
     """The configuration with the cuboid that was asked for, or another if torchrun has started other ranks."""
     ranks, why = int(os.environ["WORLD_SIZE"]) if under_torchrun() else config.cuboid_shape().ranks, ""
     if cuboid == "auto":
+        from cuboid.train.auto import planned
+
         config, why = planned(config, ranks, hardware)
     elif cuboid:
         k = Cuboid.parse(cuboid, config.cuboid.replicas, pipe=config.cuboid.pipe)
@@ -139,6 +147,8 @@ def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
     if hardware and cuboid != "auto":
         raise ValueError(f"--hardware {hardware} is for --cuboid auto; leave it out or give both")
     if under_torchrun() and cuboid != "auto":
+        from cuboid.train.auto import for_ranks
+
         config, why = for_ranks(config, ranks, hardware)
     if why and is_first():
         Console(highlight=False, soft_wrap=True).print(f"plan    {why}", markup=False)
@@ -163,6 +173,10 @@ def half_given(config: TrainConfig, file: Path | None, overrides: list[str]) -> 
 def look_ahead(config: TrainConfig, ranks: int, force: bool) -> None:
     """What can be known of this host before ranks start: whether they fit, and have cores of their own. GPUs are for
     the ranks to look at: a process that has does not fork well."""
+    from cuboid.device import any_gpu
+    from cuboid.train.preflight import check as check_host
+    from cuboid.train.preflight import crowd
+
     if any_gpu() or not is_first_of_host():
         return
     local = local_ranks(ranks)
@@ -177,6 +191,8 @@ def look_ahead(config: TrainConfig, ranks: int, force: bool) -> None:
 
 
 def show_rehearsal(config: TrainConfig, slow: SlowMotion) -> None:
+    from cuboid.train.rehearse import rehearse
+
     console, hosts = Console(highlight=False, markup=False, soft_wrap=True), can_make_hosts()
     where = "" if hosts else "; no hosts can be made here, so links are this machine's loopback"
     console.print(f"{slow}{where}\nLocal work is timed, not done: there is no loss, and nothing is saved.")
@@ -191,6 +207,8 @@ def show_rehearsal(config: TrainConfig, slow: SlowMotion) -> None:
 def unnamed_folder() -> Path | None:
     """For a run whose folder nobody has named. Ranks that torchrun starts again must find it, so there it has the name
     that torchrun gives the run; where that is none, rank 0 names it by the time."""
+    from cuboid.train.run import fresh_path
+
     if not under_torchrun():
         return fresh_path()
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -217,6 +235,8 @@ def listed(files: list[tuple[str, Path]]) -> str:
 
 
 def show(outcome: Outcome) -> None:
+    from cuboid.train import checkpoint
+
     console, folder = Console(highlight=False, markup=False, soft_wrap=True), Path(outcome.folder)
     traces = [("trace", folder / "trace.json"), ("timeline", folder / "timeline.png")]
     traces = [(what, path) for what, path in traces if path.exists()]

@@ -1,30 +1,29 @@
 """`cuboid verify`: is the cuboid's step the serial one's, on this machine?"""
 
+from __future__ import annotations
+
 import json
 import re
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.dtypes import known
-from cuboid.layers.loss import Loss
+from cuboid.cli.command import one_of
+from cuboid.dtypes import VERIFIED, known
 from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
 from cuboid.model.config import FAMILIES, ModelConfig
-from cuboid.model.cuboid import Policy
-from cuboid.run.launch import launch
 from cuboid.run.started import under_torchrun
 from cuboid.step.schedule import Schedule
-from cuboid.train.compare import curves, draw
 from cuboid.train.config import CuboidSection, LossSection, MemorySection, OverlapSection, TrainConfig
-from cuboid.train.kills import MOMENTS, survive
-from cuboid.verify import DTYPES, Case, Report
-from cuboid.verify import verify as verify_on_rank
+
+if TYPE_CHECKING:
+    from cuboid.verify import Case, Report
 
 
 def verify(
@@ -47,7 +46,7 @@ def verify(
     tied: Annotated[bool | None, typer.Option(help="Head tied to the embedding; the family's way if left out.")] = None,
     bias: Annotated[bool | None, typer.Option(help="Biases; the family's way if left out.")] = None,
     dropout: Annotated[float, typer.Option(help="Drop this share, the same elements on every cuboid.")] = 0.1,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "fp64",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(VERIFIED)}.")] = "fp64",
     activations: Annotated[
         str, typer.Option(help="regather or retain gathered activations for backward.")
     ] = "regather",
@@ -81,10 +80,20 @@ def verify(
         raise ValueError(
             f"--ranks {ranks} is not x·y·z·replicas·pipe = {shape.ranks} of cuboid {shape}; leave one of them out"
         )
-    dtype = known(dtype, DTYPES)
+    dtype = known(dtype, VERIFIED)
     config = ModelConfig(
         family, layers, hidden, heads, vocab, seq, kv_heads, ffn=ffn, tied=tied, bias=bias, dropout=dropout
     )
+    one_of("--activations", activations, ("regather", "retain"))
+    one_of("--weights", weights, ("regather", "retain"))
+    one_of("--recompute", recompute, ("none", "selective", "full"))
+    config.check(shape, batch, seq)
+    from cuboid.layers.loss import Loss
+    from cuboid.model.cuboid import Policy
+    from cuboid.run.launch import launch
+    from cuboid.verify import Case
+    from cuboid.verify import verify as verify_on_rank
+
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
     loss = Loss(label_smoothing=label_smoothing, z_loss=z_loss)
     schedule = Schedule(prefetch, sub_batches, chunks)
@@ -110,6 +119,10 @@ def verify(
 
 def compare_curves(console: Console, case: Case, steps: int, plot: Path, as_json: bool) -> None:
     """Train on Python's own library and draw both losses."""
+    from cuboid.run.launch import launch
+    from cuboid.train.compare import curves, draw
+    from cuboid.verify import DTYPES
+
     config = training(case, steps)
     config.check()
     storage, _, _ = DTYPES[case.dtype]
@@ -136,6 +149,8 @@ def compare_curves(console: Console, case: Case, steps: int, plot: Path, as_json
 
 def kill_ranks(console: Console, case: Case, kills: int, as_json: bool) -> None:
     """Train on Python's own library with ranks dying, and hold what is left against a run without."""
+    from cuboid.train.kills import MOMENTS, survive
+
     if under_torchrun():
         raise ValueError("--kills starts runs of its own on this machine; call it without torchrun")
     with TemporaryDirectory(prefix="cuboid-kills-") as folder:

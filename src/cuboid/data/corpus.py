@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from cuboid.data.faults import MAX_BAD
-from cuboid.data.text import Document, Piece, pieces, python_stdlib, split, text_files
+from cuboid.data.text import Document, Piece, Reader, pieces, python_stdlib, split, text_files
 from cuboid.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from cuboid.data.tokens import TokenFile, Tokens, TokenWriter, digest, dtype_for, is_token_file
 
@@ -100,7 +100,7 @@ def tokenise(
     files: Sequence[Path],
     tokenizer: Tokenizer,
     val_fraction: float = VAL_FRACTION,
-    read: Callable[[Document], Iterator[Piece]] = pieces,
+    read: Reader = pieces,
 ) -> Corpus:
     """Small text, in memory. One core only: the library's own threads do not survive a fork."""
     size = sum(file.stat().st_size for file in files)
@@ -128,8 +128,10 @@ def build(
     val_fraction: float = VAL_FRACTION,
     overwrite: bool = False,
     progress: Callable[[int], object] = lambda size: None,
+    read: Reader = pieces,
 ) -> Corpus:
-    """Tokenise `files` into the folder `out`. `progress` is told how many further bytes of text are done."""
+    """Tokenise `files`, as `read` gives their text, into the folder `out`. `progress` is told how many further bytes of
+    text are done."""
     _check_out(out, overwrite)
     place = out.resolve()
     aside, old = (place.with_name(f".{place.name}.{os.getpid()}.{what}") for what in ("new", "old"))
@@ -141,7 +143,7 @@ def build(
         tokenizer.save(aside)
         for part, documents in zip(_PARTS, split(files, val_fraction), strict=True):
             with TokenWriter(aside / f"{part}.bin", tokenizer.vocab, tokenizer.identity) as writer:
-                for group in _groups(documents):
+                for group in _groups(documents, read):
                     encoded = tokenizer.encode_batch([piece.text for piece in group])
                     for piece, ids in zip(group, encoded, strict=True):
                         writer.append(_ended(piece, ids, tokenizer))
@@ -170,12 +172,12 @@ def _check_out(out: Path, overwrite: bool) -> None:
         raise ValueError(f"folder {out} holds built tokens already; add --overwrite to build again, or name another")
 
 
-def _groups(documents: Sequence[Document]) -> Iterator[list[Piece]]:
+def _groups(documents: Sequence[Document], read: Reader) -> Iterator[list[Piece]]:
     """Pieces of about as much text as is worth sharing among the cores."""
     group: list[Piece] = []
     size = 0
     for document in documents:
-        for piece in pieces(document):
+        for piece in read(document):
             group.append(piece)
             size += piece.size
             if size >= _TOGETHER:

@@ -32,10 +32,10 @@ class Samples:
     """The (len(tokens) - 1) // seq samples of `tokens`, as a stream.
 
     With a seed it is endless, and shuffled anew in each epoch. Without one, for validation, it has every
-    sample once, in order, and numbers from `len` on are padding.
+    sample once, in order, or `most` of them, spread evenly over the text; numbers from `len` on are padding.
     """
 
-    def __init__(self, tokens: Tokens, seq: int, seed: int | None = None) -> None:
+    def __init__(self, tokens: Tokens, seq: int, seed: int | None = None, most: int | None = None) -> None:
         if seq < 1:
             raise ValueError(f"seq={seq} must be at least 1")
         if len(tokens) <= seq:
@@ -45,7 +45,8 @@ class Samples:
                 f"the last as a target; use more text{shorter}"
             )
         self.tokens, self.seq, self.seed = tokens, seq, seed
-        self._count = (len(tokens) - 1) // seq
+        self._all = (len(tokens) - 1) // seq
+        self._count = self._all if most is None else min(most, self._all)
 
     def __len__(self) -> int:
         return self._count
@@ -53,7 +54,7 @@ class Samples:
     def windows(self, numbers: Tensor) -> Tensor:
         """Which samples of the text these numbers of the stream are. Padding is negative here and there."""
         if self.seed is None:
-            return torch.where(numbers < self._count, numbers, _NONE)
+            return torch.where(numbers < self._count, numbers * self._all // self._count, _NONE)
         return torch.where(numbers < 0, numbers, shuffled(numbers.clamp(min=0), self._count, self.seed))
 
     def read(self, numbers: Tensor, positions: Tensor) -> Batch:

@@ -101,20 +101,32 @@ class Document(NamedTuple):
 def split(files: Sequence[Path], fraction: float) -> tuple[list[Document], list[Document]]:
     """Documents to train on and documents to validate on, the latter about `fraction` of the bytes.
 
-    Every (1/fraction)-th file is for validation. Where that is far from the fraction asked for (few files, or
-    one much larger than the rest), the end of the text is, and the file it begins in is cut in two.
+    Every (1/fraction)-th file is for validation. Where that is far from the fraction asked for (files of very
+    different sizes), files are chosen by their size. Where no choice of whole files comes near it (few files, or one
+    much larger than the rest), the end of the text is held out, and the file it begins in is split in two.
     """
     if not 0 <= fraction < 1:
         raise ValueError(f"val_fraction={fraction} must be at least 0 and below 1")
     documents = [Document(file, 0, file.stat().st_size) for file in files]
     total = sum(document.size for document in documents)
-    train: list[Document] = []
-    val: list[Document] = []
-    for i, document in enumerate(documents):
-        (val if int((i + 1) * fraction) > int(i * fraction) else train).append(document)
-    if abs(sum(document.size for document in val) - fraction * total) <= fraction * total / 2:
-        return train, val
+    by_count = [int((i + 1) * fraction) > int(i * fraction) for i in range(len(documents))]
+    for held_out in (by_count, _by_size(documents, fraction)):
+        train = [document for document, held in zip(documents, held_out, strict=True) if not held]
+        val = [document for document, held in zip(documents, held_out, strict=True) if held]
+        apart = abs(sum(document.size for document in val) - fraction * total)
+        if apart <= fraction * total / 2 and (train or not documents):
+            return train, val
     return _cut(documents, total - int(fraction * total))
+
+
+def _by_size(documents: Sequence[Document], fraction: float) -> list[bool]:
+    """Which documents to hold out so that, all along the list, about `fraction` of the bytes are."""
+    chosen, owed = [], 0.0
+    for document in documents:
+        owed += fraction * document.size
+        chosen.append(document.size <= 2 * owed)
+        owed -= document.size * chosen[-1]
+    return chosen
 
 
 def _cut(documents: Sequence[Document], at: int) -> tuple[list[Document], list[Document]]:
@@ -141,6 +153,10 @@ class Piece(NamedTuple):
     text: str
     size: int  # bytes read for it
     last: bool  # of its document
+
+
+#: How the text of a document is read.
+Reader = Callable[[Document], Iterator[Piece]]
 
 
 def code(document: Document) -> Iterator[Piece]:

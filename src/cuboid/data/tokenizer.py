@@ -1,12 +1,13 @@
 """Text to token ids and back: bytes, or any tokenizer.json of the `tokenizers` library."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from tokenizers import Tokenizer as _Tokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 FILE = "tokenizer.json"
 
@@ -103,3 +104,21 @@ def load_tokenizer(path: Path | None = None) -> Tokenizer:
     if path is None:
         return ByteTokenizer()
     return FileTokenizer(path / FILE if path.is_dir() else path)
+
+
+def learn_tokenizer(texts: Iterable[str], vocab: int, folder: Path) -> FileTokenizer:
+    """A byte-pair tokenizer of `vocab` tokens (all 256 bytes and the end of a document among them) that suits `texts`;
+    saved in `folder`."""
+    if vocab <= 257:
+        raise ValueError(f"vocab={vocab} leaves no pairs beside 256 bytes and the end of a document; use 258 or more")
+    tokenizer = _Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[END_NAMES[0]], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    file = folder / FILE
+    file.write_text(tokenizer.to_str(), "utf-8")
+    return FileTokenizer(file)

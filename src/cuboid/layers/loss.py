@@ -23,6 +23,17 @@ from cuboid.step.op import Ahead, Back, vjp
 
 @dataclass(frozen=True)
 class Loss:
+    """Options of the cross entropy.
+
+    Args:
+        ignore_index: Targets of this value do not count.
+        label_smoothing: The share of the target that is spread over the vocabulary.
+        z_loss: The weight of the squared log-partition function, which keeps logits small.
+
+    Raises:
+        ValueError: If `label_smoothing` is not in [0, 1) or `z_loss` is negative.
+    """
+
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0

@@ -17,13 +17,23 @@ EARLIER = {"data": "replicas"}
 
 @dataclass(frozen=True)
 class Cuboid:
-    """x × y × z devices, in `replicas` data-parallel replicas, for each of `pipe` stages of a pipeline. `order` lists
-    the axes from the slowest over ranks to the fastest; one that does not name `pipe` has it first.
+    """The shape of a block of devices: x · y · z · replicas · pipe ranks.
 
     >>> Cuboid(2, 3, 2).coordinates(5)
     {'pipe': 0, 'replicas': 0, 'x': 0, 'y': 2, 'z': 1}
     >>> str(Cuboid(2, 2, 2, replicas=2, pipe=4))
     '2,2,2 replicas=2 pipe=4'
+
+    Args:
+        x: Splits the batch and, at rest, every weight; like FSDP.
+        y: Splits attention heads, the MLP's inner width and the vocabulary; like tensor + sequence parallelism.
+        z: Splits the hidden width and heads.
+        replicas: Data-parallel replicas of the whole block.
+        order: Axes from the slowest over ranks to the fastest; `pipe` is first unless it is named.
+        pipe: Stages of a pipeline, each on blocks of its own.
+
+    Raises:
+        ValueError: If a size is below 1, or `order` does not name every axis once.
     """
 
     x: int = 1
@@ -106,7 +116,11 @@ class Cuboid:
 
 
 def factorisations(ranks: int) -> Iterator[Cuboid]:
-    """Every cuboid of exactly `ranks` devices with replicas=1, pipe=1."""
+    """Every cuboid of so many ranks, without replicas and pipeline.
+
+    Args:
+        ranks: x · y · z.
+    """
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     for x, y, z in product(sizes, repeat=3):
         if x * y * z == ranks:

@@ -45,11 +45,13 @@ def cut(n: int, parts: int, index: int) -> Range:
 
 @dataclass(frozen=True)
 class Spec:
-    """How a tensor of a global `shape` lies on a cuboid.
+    """How a tensor is sharded over a cuboid.
 
-    `cuts` names, for each dim, the axes that cut it, first cut first; the tensor is replicated over the others.
-    `sums` names the axes over which a rank's gradient is still a partial sum once the gradient has been reduced
-    along the cuts. It is held at these places of `pipe` alone, by others not at all.
+    Args:
+        shape: The global shape.
+        cuts: For each dim the axes that split it, first split first; over the others the tensor is replicated.
+        sums: The axes over which a rank's gradient is still a partial sum once it was reduced along the cuts.
+        pipe: The places of a pipeline that hold the tensor.
     """
 
     shape: tuple[int, ...]

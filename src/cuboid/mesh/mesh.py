@@ -35,14 +35,24 @@ class Lanes(NamedTuple):
 
 
 class Mesh:
-    """The axes of a cuboid as `rank` sees them, with a process group for each axis longer than one.
+    """The axes of a cuboid as one rank sees them, with a process group for each axis longer than one.
 
-    Every rank of the world must make the same meshes in the same order: making a group is itself collective. A rank
-    that wants a mesh of its own asks for one `alone`. The `device` is what the world's ranks compute on, unless given.
-    Without `overlap`, for comparison, nothing is hidden. `groups` that exist already, one for each axis longer than
-    one, are used and never closed. A `watch` sees to it that no rank waits for ever. Hosts have `per_host` ranks each,
-    in order; None: all are on one. Without `by_host` broadcasts and sums to one rank go as gloo sends them, whatever
-    the hosts. With `share_device` gloo's groups have one thread: for many ranks per core.
+    Every rank of the world must make the same meshes in the same order: making a group is itself collective.
+
+    Args:
+        cuboid: The block of devices; as many ranks as the world has.
+        rank: This rank's number.
+        device: What this rank computes on; None: the world's device, this rank's GPU where NCCL connects them.
+        alone: Make a mesh of this rank only, of cuboid (1,1,1), without communication.
+        overlap: False, for comparison: every collective is awaited where it is launched.
+        groups: Process groups that exist already, one for each axis longer than one; they are used and never closed.
+        watch: The watchdog, which ends a rank that waits too long.
+        per_host: Ranks per host, in order; None: all are on one host.
+        by_host: False: broadcasts and sums to one rank go as gloo sends them, whatever the hosts.
+        share_device: gloo's groups share one thread: for many ranks per core.
+
+    Raises:
+        ValueError: If the world has another number of ranks.
     """
 
     #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.

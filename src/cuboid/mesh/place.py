@@ -19,11 +19,18 @@ class Index(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """The tokens of a batch that a rank works on: `positions` of each of `samples`.
+    """The tokens of a batch that a rank works on: `positions` of each of `samples`. Made by `parallel.place`.
 
-    `batch` and `seq` are the global sizes, `start` is the position of the first token. Positions from start + seq on
-    and samples from `batch` on are padding. `context` is the axis over which the sequence itself is cut, of size 1
-    where it is not.
+    Args:
+        batch: The global number of samples; samples from it on are padding.
+        seq: The global length of a sequence; positions from `start` + `seq` on are padding.
+        start: The position of the first token.
+        samples: This rank's samples, `[b]`.
+        positions: This rank's positions, `[s]`.
+        context: The axis over which the sequence itself is split; of size 1 where it is not.
+        residual: Positions, samples and features of this rank's shard of the residual stream.
+        logits: Positions, samples and classes of this rank's shard of the logits.
+        turn: cos and sin of rotary positions.
     """
 
     batch: int

@@ -15,8 +15,18 @@ MOST, MOST_LAYERS = 1 << 24, 1 << 16
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary wavelengths stretched by `factor`: all of them ("linear"), or, as Llama 3 does from the context it was
-    first trained on, the long ones alone."""
+    """How rotary wavelengths are stretched for a longer context.
+
+    Args:
+        factor: How far.
+        low_freq_factor: Wavelengths beyond `original_context` / this are stretched in full.
+        high_freq_factor: Wavelengths below `original_context` / this are not stretched.
+        original_context: The context that the model was first trained on.
+        kind: "llama3": the long ones only, as Llama 3 does; "linear": all alike.
+
+    Raises:
+        ValueError: If `kind` is another.
+    """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -36,6 +46,30 @@ class ModelConfig:
     gpt2: LayerNorm, learned positions, GELU, biases, head tied to the embedding.
     llama: RMSNorm, rotary positions, SwiGLU, no biases, head of its own, grouped-query attention. With `qkv_bias` it is
     Qwen 2, with `qk_norm` Qwen 3, with a `window` the first Mistral.
+
+    Args:
+        family: "gpt2" or "llama".
+        layers: Transformer blocks.
+        hidden: Width of the residual stream.
+        heads: Attention heads.
+        vocab: Rows of the embedding.
+        context: The longest sequence.
+        kv_heads: Heads of keys and values; 0: as many as heads.
+        head_dim: Width of a head; 0: hidden / heads.
+        ffn: Inner width of the MLP; 0: 4 · hidden (gpt2), 8/3 · hidden rounded up to a multiple of 64 (llama).
+        tied: Whether head and embedding share their weight.
+        bias: Whether linears have biases.
+        qkv_bias: Whether queries, keys and values have; None: as `bias`.
+        qk_norm: RMSNorm of each head's queries and keys.
+        window: Tokens that attention looks back on; 0: all. Longer sequences are rejected.
+        dropout: Share of the residual stream's elements that is zeroed in training.
+        norm_eps: Added to the variance in norms.
+        init_std: Standard deviation of the initial weights.
+        rope_theta: Base of the rotary wavelengths.
+        rope_scaling: How they are stretched, if at all.
+
+    Raises:
+        ValueError: If sizes do not fit each other; the message says which would.
     """
 
     family: str = "gpt2"
@@ -43,15 +77,15 @@ class ModelConfig:
     hidden: int = 128
     heads: int = 8
     vocab: int = 256
-    context: int = 256  # the longest sequence
-    kv_heads: int = 0  # 0: as many as heads
-    head_dim: int = 0  # 0: hidden / heads
-    ffn: int = 0  # 0: 4 · hidden (gpt2), 8/3 · hidden rounded up to a multiple of 64 (llama)
+    context: int = 256
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
     tied: bool | None = None
     bias: bool | None = None
-    qkv_bias: bool | None = None  # of queries, keys and values; None: as `bias`
-    qk_norm: bool = False  # RMSNorm of each head's queries and keys
-    window: int = 0  # tokens that attention looks back on; 0: all. Longer sequences are refused
+    qkv_bias: bool | None = None
+    qk_norm: bool = False
+    window: int = 0
     dropout: float = 0.0
     norm_eps: float = 1e-5
     init_std: float = 0.02

@@ -64,12 +64,20 @@ LEAST_ROWS = (512, 2048)
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept from forward for backward of an operand gathered for a product: its shard, to gather again, or the
-    whole."""
+    """What is kept from forward for backward of operands that were gathered for a matmul.
+
+    Args:
+        activations: "regather": the shard, which is gathered again; "retain": the gathered operand.
+        weights: The same of weights.
+        head_elements: The most elements of partial logits at a time.
+
+    Raises:
+        ValueError: If a policy is another.
+    """
 
     activations: Literal["regather", "retain"] = "regather"
     weights: Literal["regather", "retain"] = "regather"
-    head_elements: int = 1 << 24  # of partial logits at a time
+    head_elements: int = 1 << 24
 
     def __post_init__(self) -> None:
         for name in ("activations", "weights"):
@@ -78,6 +86,19 @@ class Policy:
 
 
 class CuboidParallel:
+    """A Transformer on an x × y × z block of devices. A rank holds `[s/y, b/x, d/z]` of the residual stream.
+
+    Args:
+        config: What the model is.
+        mesh: The ranks it is spread over.
+        policy: What is kept from forward for backward.
+        dtype: What linears compute in; None: as weights are stored.
+        schedule: What overlaps with what.
+
+    Raises:
+        ValueError: If heads, hidden size or layers cannot be split so.
+    """
+
     sums_over: Sequence[str] = ("x", "z", "replicas")
 
     def __init__(

@@ -31,7 +31,11 @@ from cuboid.step.weights import Bucket, Gathered
 
 
 class LayerModule(Module):
-    """A module that is a layer: `self.layer` does what it does."""
+    """A module that is a layer. A subclass makes its modules, then sets `self.layer`.
+
+    Args:
+        parallel: How the model is spread.
+    """
 
     layer: Layer
 
@@ -48,7 +52,19 @@ class LayerModule(Module):
 
 
 class Linear(Module):
-    """A weight [n, k] and perhaps a bias [n], for `into` or `out_of` the residual stream."""
+    """A weight `[n, k]` and perhaps a bias `[n]`, to be used with `parallel.into` or `parallel.out_of`.
+
+    Args:
+        parallel: How the model is spread.
+        way: "into": it leaves the residual stream (qkv, up, gate); "out_of": it returns to it.
+        n: Out-features.
+        k: In-features.
+        bias: Whether there is one.
+        std: Standard deviation of the initial weight.
+
+    Raises:
+        ValueError: If `way` is another.
+    """
 
     def __init__(self, parallel: Parallel, way: str, n: int, k: int, bias: bool, std: float) -> None:
         super().__init__(parallel)
@@ -65,7 +81,15 @@ class Linear(Module):
 
 
 class Table(Module):
-    """Rows to look up, split like the head's weight, which it can be as well."""
+    """An embedding `[rows, d]`, which can be the head's weight as well.
+
+    Args:
+        parallel: How the model is spread.
+        rows: The size of the vocabulary, or the number of positions.
+        d: The hidden size.
+        std: Standard deviation of the initial weights.
+        pipe: The places of a pipeline that hold it, where there are several.
+    """
 
     def __init__(self, parallel: Parallel, rows: int, d: int, std: float, pipe: Sequence[int] = ()) -> None:
         super().__init__(parallel)
@@ -86,7 +110,13 @@ class Table(Module):
 
 
 class Norm(LayerModule):
-    """residual -> residual: LayerNorm with a bias, RMSNorm without."""
+    """residual -> residual: LayerNorm with a bias, RMSNorm without.
+
+    Args:
+        parallel: How the model is spread.
+        d: The hidden size.
+        bias: Whether there is one.
+    """
 
     def __init__(self, parallel: Parallel, d: int, bias: bool) -> None:
         super().__init__(parallel)
@@ -104,7 +134,13 @@ class HeadNorm(Module):
 
 
 class Attention(LayerModule):
-    """residual -> residual: of each token to those before it, or, not `causal`, to all."""
+    """residual -> residual: attention with the heads of `parallel.config`.
+
+    Args:
+        parallel: How the model is spread.
+        recompute: Whether backward recomputes attention instead of keeping what it saved.
+        causal: Each token attends to those before it; otherwise to all.
+    """
 
     def __init__(self, parallel: Parallel, recompute: bool = False, causal: bool = True) -> None:
         super().__init__(parallel)
@@ -122,7 +158,11 @@ class Attention(LayerModule):
 
 
 class MLP(LayerModule):
-    """residual -> residual: GELU, or gated with SiLU."""
+    """residual -> residual: two linears with GELU between, or three, gated with SiLU, as `parallel.config` says.
+
+    Args:
+        parallel: How the model is spread.
+    """
 
     def __init__(self, parallel: Parallel) -> None:
         super().__init__(parallel)
@@ -136,7 +176,13 @@ class MLP(LayerModule):
 
 
 class Block(LayerModule):
-    """X + attention(norm(X)), then X + mlp(norm(X))."""
+    """residual -> residual: X + attention(norm(X)), then X + mlp(norm(X)).
+
+    Args:
+        parallel: How the model is spread.
+        name: Tells the dropout of this block from that of others.
+        recompute_attention: Whether backward recomputes attention.
+    """
 
     def __init__(self, parallel: Parallel, name: str, recompute_attention: bool = False) -> None:
         super().__init__(parallel)
@@ -156,7 +202,11 @@ class Model(nn.Module):
     """A model of stages. A subclass makes its modules, lists its stages in `stages`, and calls `finish`.
 
     The last stage gives the sum of losses and how many count; the model's loss is their quotient over all ranks. A
-    subclass that can be a pipeline makes the modules of its rank alone, and lists them in `segments`.
+    subclass that can be a pipeline makes only the modules of its rank, and lists them in `segments`. Parameters and
+    gradients are DTensors, plain tensors on one device.
+
+    Args:
+        parallel: How the model is spread.
     """
 
     def __init__(self, parallel: Parallel) -> None:
@@ -183,8 +233,17 @@ class Model(nn.Module):
         return {0: self.stages()}
 
     def finish(self, seed: int | None = 0, dtype: torch.dtype = torch.float32, wraps: bool = False) -> None:
-        """Check the stages, and give every parameter its first value by `seed`, or none yet. `wraps`: on a pipe, the
-        first place and the last share parameters."""
+        """Check the stages and initialise the parameters. The last thing that a subclass's `__init__` calls.
+
+        Args:
+            seed: Of the initial values, the same on every cuboid; None: values are to be loaded.
+            dtype: Of weights at rest.
+            wraps: On a pipe: whether the first place and the last share parameters.
+
+        Raises:
+            ValueError: If a parameter is in no stage, a layer does not take what the one before it gives, or the last
+                stage gives no loss.
+        """
         segments, mesh = self.segments(), self.parallel.mesh
         self._check([stage for each in segments.values() for stage in each], ends=self.split.last in segments)
         for _, parameter, d in declared(self):
@@ -223,8 +282,14 @@ class Model(nn.Module):
         return Split.of(self.parallel.config.layers, self.parallel.mesh.pipe.size, self.parallel.schedule)
 
     def freeze(self, pattern: str) -> None:
-        """Train no parameter whose name the regular expression `pattern` is found in ("embed|blocks.0"), as
-        `requires_grad_(False)` of these would. Raises if it is found in none."""
+        """Train no parameter whose name matches, as `requires_grad_(False)` would.
+
+        Args:
+            pattern: A regular expression that is searched in the names: "embed|blocks.0".
+
+        Raises:
+            ValueError: If no name matches, or on a pipe.
+        """
         if pattern and self.parallel.mesh.pipe.size > 1:
             raise ValueError(f"freeze={pattern!r} on pipe={self.parallel.mesh.pipe.size} is not supported; use pipe=1")
         parameters = {name: parameter for name, parameter, _ in declared(self)}
@@ -269,10 +334,19 @@ class Model(nn.Module):
     def forward(
         self, inputs: Tensor, targets: Tensor, place: Place, loss: Any = None, dropout: int | None = None
     ) -> Tensor:
-        """The loss of a batch, the mean over all ranks. Inputs and targets are this rank's part of the batch, taken by
-        `place.take` (token ids) or `place.take_features`. `loss` has options of the loss. In training mode dropout has
-        the seed `dropout`, or that of the next forward; `eval()` turns it off. On a pipe, `play` trains: there a
-        backward needs messages."""
+        """The loss of a batch: the mean over all ranks.
+
+        Args:
+            inputs: This rank's token ids `[s, b]` (`place.take`) or features `[s, b, d]` (`place.take_features`).
+            targets: This rank's targets, `[s, b]`, taken alike.
+            place: Which part of the batch they are.
+            loss: Options of the loss, `Loss` for cross entropy.
+            dropout: The seed of dropout; None: that of the next forward. `eval()` turns dropout off.
+
+        Raises:
+            ValueError: If shapes are not those of the place; under autocast; with gradients on a pipe, where `play`
+                trains.
+        """
         self._check_call(inputs, targets, place)
         at = At(place, targets, loss, self._dropout(dropout))
         if self.parallel.mesh.pipe.size == 1:
@@ -307,9 +381,20 @@ class Model(nn.Module):
     def play(
         self, batches: Sequence[tuple[Tensor, At]], order: Order | None = None, scale: float = 1.0
     ) -> list[Tensor]:
-        """Forward and backward of several micro-batches, in an order (step/schedule.py) or as the schedule says; their
-        losses. The gradient of `scale` times the mean of the losses is added to the parameters', as `backward()` does,
-        and summed over replicas once. On a pipe the order is the schedule's."""
+        """Forward and backward of several micro-batches. The gradient of `scale` times the mean of their losses is
+        added to the parameters', as `backward()` does, and summed over replicas once.
+
+        Args:
+            batches: Of each micro-batch this rank's inputs and their `At`.
+            order: In which order they run; None: as the schedule says.
+            scale: What the loss is multiplied by.
+
+        Returns:
+            The losses of the micro-batches.
+
+        Raises:
+            ValueError: If an order is given on a pipe, or inputs are not those of their place.
+        """
         pipe = self.parallel.mesh.pipe.size
         if order is not None and pipe > 1:
             raise ValueError(f"an order of your own is of one stage, but pipe={pipe}; choose a schedule by its name")

@@ -30,6 +30,9 @@ Role = Literal["into.weight", "into.bias", "out_of.weight", "out_of.bias", "norm
 
 
 class Parallel(Protocol):
+    """A way to spread a Transformer over devices: what `CuboidParallel` and `Serial` supply, and models are written
+    against. Layouts (ids, residual, heads, attended, inner, loss) are those of the module's docstring."""
+
     config: ModelConfig
     mesh: Mesh
     dtype: torch.dtype | None  # that linears compute in; None: as the weights at rest

@@ -17,8 +17,18 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class Transformer(Model):
-    """A GPT-2 or Llama language model; its loss is the mean over the tokens of all ranks. Tokens and targets are this
-    rank's, [s, b]. A model without a `seed` is to be filled from a checkpoint."""
+    """A GPT-2 or Llama language model. `model(tokens, targets, place)` is its loss, the mean over the tokens of all
+    ranks; tokens and targets are this rank's, `[s, b]`, as `place.take` gives them.
+
+    Args:
+        parallel: How the model is spread; its `config` says what it is.
+        seed: Of the initial weights, the same on every cuboid; None: the model is to be filled from a checkpoint.
+        dtype: Of weights at rest.
+        recompute: What backward recomputes: "none", "selective" (attention) or "full" (blocks).
+
+    Raises:
+        ValueError: If `recompute` is another, or the model does not fit the cuboid.
+    """
 
     def __init__(
         self,
@@ -88,8 +98,19 @@ class Transformer(Model):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, place: Place, caches: dict[Any, Any] | None = None) -> Tensor:
-        """This rank's part of the logits, [s, b, v] at `place.logits`, without dropout. `caches`, empty at first,
-        remembers keys and values from call to call."""
+        """This rank's shard of the logits, without dropout.
+
+        Args:
+            tokens: This rank's token ids, `[s, b]`.
+            place: Which tokens of the batch they are.
+            caches: Keys and values of earlier calls; an empty dict at first.
+
+        Returns:
+            `[s, b, v]`, at the positions, samples and classes of `place.logits`.
+
+        Raises:
+            ValueError: In training mode with dropout.
+        """
         if self.training and self.config.dropout:
             raise ValueError(
                 f"logits have no dropout, and the model is in training mode with dropout={self.config.dropout}; call "

@@ -43,16 +43,27 @@ CROWD = 4  # ranks per core
 
 @dataclass(frozen=True)
 class World:
-    """What a rank knows of the run it is part of."""
+    """What a rank knows of the run it is part of. Functions that ranks run get it as their first argument.
+
+    Args:
+        rank: This rank's number, from 0.
+        size: The number of ranks.
+        device: What this rank computes on.
+        local_size: The number of ranks on its host.
+        attempt: How often ranks had been started before for the same run.
+        stop: Tells whether the run was asked to stop.
+        watch: The watchdog, where there is one.
+        host: The emulated host that the rank lives on, if any.
+    """
 
     rank: int
     size: int
     device: torch.device
-    local_size: int  # ranks on its host
-    attempt: int = 0  # how often ranks had been started before for the same run
+    local_size: int
+    attempt: int = 0
     stop: Stop | None = None
     watch: Watch | None = None
-    host: Host | None = None  # of an emulated cluster
+    host: Host | None = None
 
     @property
     def apart(self) -> bool:
@@ -198,13 +209,22 @@ def _meet(rank: int, size: int, door: socket.socket) -> dist.TCPStore:
 
 
 class Pool:
-    """Ranks that stay up and run one function after another. Fork it before this process uses autograd.
-
-    On a cluster, rank r lives on host r // per_host; without one all are on this machine's loopback.
+    """Ranks that stay up and run one function after another. Ranks are forked: make it before this process
+    uses autograd.
 
     >>> with Pool(2) as pool:
     ...     pool.run(rank_of)
     [0, 1]
+
+    Args:
+        ranks: How many to start, on this machine.
+        cluster: Emulated hosts; rank r lives on host r // per_host. Without them all ranks are on loopback.
+        stop: Asks ranks to stop when this process gets a signal.
+        attempt: What `World.attempt` is.
+        timeout: Seconds until a collective fails.
+
+    Raises:
+        ValueError: If `ranks` is below 1, or is not hosts × ranks per host.
     """
 
     def __init__(
@@ -240,8 +260,19 @@ class Pool:
                 self._ranks.append(process)
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """`fn(world, *args)` on every rank; the results in rank order. A rank's ValueError or
-        RunError is raised here as such."""
+        """Run `fn(world, *args)` on every rank.
+
+        Args:
+            fn: A function that ranks find by its module and name.
+            args: What it gets after `world`; pickled.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            ValueError: What a rank raised as such; `RunError` likewise.
+            RankError: If a rank failed otherwise, or died.
+        """
         for pipe in self._pipes:
             with suppress(ConnectionError):  # a rank has died already; it is found below
                 pipe.send((fn, args))
@@ -317,7 +348,21 @@ def launch(
 ) -> list[Any]:
     """Run `fn(world, *args)` on `ranks` ranks of this machine and return what each returned.
 
-    Under torchrun the ranks exist already: this one joins them and the list has its own result alone.
+    Under torchrun the ranks exist already: this one joins them, and the list has only its own result.
+
+    Args:
+        fn: A function that ranks find by its module and name.
+        ranks: How many ranks; under torchrun, how many it must have started.
+        args: What `fn` gets after `world`.
+        stop: Asks ranks to stop when this process gets a signal.
+        timeout: Seconds until a collective fails.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        ValueError: If torchrun started another number of ranks, or what a rank raised as such.
+        RankError: If a rank failed otherwise, or died.
     """
     if not under_torchrun():
         with Pool(ranks, stop=stop, timeout=timeout) as pool:

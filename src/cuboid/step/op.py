@@ -207,7 +207,14 @@ class Chain:
 
 
 def chain(*layers: Layer) -> Layer:
-    """layers[-1](… layers[0](X))"""
+    """One layer after another: `Y = last(… second(first(X)))`.
+
+    Args:
+        layers: Each takes the layout that the one before it gives.
+
+    Raises:
+        ValueError: If one does not.
+    """
     return layers[0] if len(layers) == 1 else Chain(*layers)
 
 
@@ -304,4 +311,49 @@ class Recomputed:
 
 
 #: As models are written
-local, residual, fork, recomputed = Local, Residual, Fork, Recomputed
+def local(
+    fn: Callable[..., Any], *parameters: nn.Parameter, placed: bool = False, takes: str = "", gives: str = ""
+) -> Layer:
+    """A layer of plain PyTorch on a rank's shard, differentiated by autograd: `Y = fn(*X, *parameters)`.
+
+    Args:
+        fn: Takes the local tensor X, or the tensors of a tuple, then the parameters. It must not communicate.
+        parameters: Unsharded when `fn` gets them; small ones, since they are kept for backward.
+        placed: Whether `fn` takes the `At` of its tokens first.
+        takes: The layout of X; empty: any, and Y has the same.
+        gives: The layout of Y.
+    """
+    return Local(fn, *parameters, placed=placed, takes=takes, gives=gives)
+
+
+def residual(*layers: Layer) -> Layer:
+    """`Y = X + chain(*layers)(X)`.
+
+    Args:
+        layers: Together they take and give the same layout.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    return Residual(*layers)
+
+
+def fork(*branches: Layer) -> Layer:
+    """`X -> (branches[0](X), branches[1](X), …)`, for a `local` layer to join.
+
+    Args:
+        branches: Layers that take the same layout.
+    """
+    return Fork(*branches)
+
+
+def recomputed(*layers: Layer) -> Layer:
+    """As `chain`, but only X is saved: the layers run again in backward.
+
+    Args:
+        layers: Each takes the layout that the one before it gives.
+
+    Raises:
+        ValueError: If one does not.
+    """
+    return Recomputed(*layers)

@@ -34,8 +34,14 @@ from cuboid.step.weights import MOST_IN_FLIGHT, Bucket, Gathered, Landing, Sums,
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A layer, and the modules whose weights it needs, itself unless told (none if it is no module): in forward and, if
-    `again`, in backward too. The weights of a module travel together, and are unsharded while the stage runs."""
+    """One stage of a model. The weights of its modules are gathered together and are unsharded while it runs.
+
+    Args:
+        name: Shown in messages and traces.
+        layer: What it computes.
+        modules: Whose weights it needs; empty: the layer's own, if it is a module.
+        again: Whether backward needs these weights too.
+    """
 
     name: str
     layer: Layer
@@ -49,15 +55,25 @@ class Stage:
 
 @dataclass(frozen=True)
 class At:
-    """What a layer knows of the tokens it works on."""
+    """What a layer knows of the tokens it works on.
+
+    Args:
+        place: Which tokens of the batch they are.
+        targets: This rank's targets, `[s, b]`.
+        loss: Options of the loss, `Loss` for cross entropy.
+        seed: Of dropout; None: there is none.
+        train: Whether backward will follow.
+        lowest: Whether nothing before this layer is trained, so that no gradient of its input is needed.
+        caches: Keys and values of tokens seen before, by layer.
+    """
 
     place: Place
     targets: Tensor | None = None
-    loss: Any = None  # options of the loss
-    seed: int | None = None  # of dropout; None: there is none
-    train: bool = True  # backward will follow
-    lowest: bool = False  # nothing before this layer is trained, which `spares_dX` then
-    caches: dict[Any, Any] | None = None  # keys and values of tokens seen before, by layer
+    loss: Any = None
+    seed: int | None = None
+    train: bool = True
+    lowest: bool = False
+    caches: dict[Any, Any] | None = None
 
     def without_backward(self) -> "At":
         return replace(self, train=False) if self.train else self

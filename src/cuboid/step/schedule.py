@@ -32,6 +32,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
+    """What overlaps with what in a step. The module's docstring says how.
+
+    Args:
+        prefetch: Gather the next stage's weights while this one computes.
+        parts: Sub-batches that take turns: one computes while others communicate.
+        chunks: Chunks of a linear's tokens, for micro-batches that cannot be split.
+        compile: Fuse elementwise operations with torch.compile; changes rounding.
+        beside: Run the forward of a micro-batch beside the backward of the one before it.
+        pipeline: On a pipe: "gpipe", "1f1b", "interleaved", "zero-bubble" or "beside".
+        stages: On a pipe: stages per rank.
+        split: On a pipe: blocks of each stage; empty: evenly.
+
+    Raises:
+        ValueError: If a number is below 1, or the pipeline is another or does not go with `stages`.
+    """
+
     prefetch: bool = True
     parts: int = 1
     chunks: int = 1

@@ -410,11 +410,16 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         hint = _nearest_file(path) or "; cuboid config --show prints one to begin with"
+        if str(path) in PRESETS:
+            hint = f"; to train that known model write --preset {path}"
         raise ValueError(f"config file {path} does not exist{hint}") from None
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror}; give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config file {path} is not TOML: {error}; compare with cuboid config --show") from None
+        hint = "compare with cuboid config --show"
+        if path.suffix != ".toml":
+            hint = f"to train on a text write --set data.paths={path}"
+        raise ValueError(f"config file {path} is not TOML: {error}; {hint}") from None
 
 
 def _nearest_file(path: Path) -> str:

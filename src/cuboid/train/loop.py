@@ -113,7 +113,8 @@ class Trainer:
         self.done = self.updates = 0
         self.recorder: Recorder | None = None  # of the steps that are traced
         self.batches = data.Loader(data.Samples(self.corpus.train, d.seq, d.seed), self.place)
-        self.held_out = data.Samples(self.corpus.val, d.seq) if len(self.corpus.val) > d.seq else None
+        most = config.logging.eval_batches * self.place.batch
+        self.held_out = data.Samples(self.corpus.val, d.seq, most=most) if len(self.corpus.val) > d.seq else None
 
     def step(self, stop: bool = False) -> tuple[StepReport, bool]:
         """One optimizer step; also whether any rank wants to stop."""
@@ -186,12 +187,12 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The mean loss over the first batches of the held-out text."""
+        """The mean loss over `logging.eval_batches` batches of samples spread over the held-out text."""
         if self.held_out is None:
             return float("nan")
         batches, rows = data.Loader(self.held_out, self.place), self.place.batch
         total = count = 0.0
-        for i in range(min(self.config.logging.eval_batches, -(-len(self.held_out) // rows))):
+        for i in range(-(-len(self.held_out) // rows)):
             real = min(rows, len(self.held_out) - i * rows)
             tokens, targets = batches(i)
             with evaluating(self.model):

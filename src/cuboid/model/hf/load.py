@@ -27,8 +27,18 @@ def from_pretrained(
     dtype: torch.dtype = torch.float32,
     progress: Progress = lambda size: None,
 ) -> Transformer:
-    """The model of a folder, on a mesh or on a cuboid of the ranks there are, weights at rest in `dtype`. Every rank
-    calls it. `progress` is told how many further bytes of weights are in place."""
+    """The model of a Hugging Face folder. Every rank calls it, and reads only the slices it keeps.
+
+    Args:
+        folder: With config.json and safetensors.
+        cuboid: The mesh to load it on, or the cuboid of a mesh over all ranks.
+        dtype: Of weights at rest.
+        progress: Told how many further bytes of weights are in place.
+
+    Raises:
+        ValueError: If the architecture is not supported, a file is missing or damaged, or the model does not fit the
+            cuboid.
+    """
     config = model_config(Path(folder))
     rank = dist.get_rank() if dist.is_initialized() else 0
     mesh = cuboid if isinstance(cuboid, Mesh) else Mesh(cuboid, rank)

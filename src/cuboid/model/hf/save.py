@@ -112,9 +112,19 @@ def save_pretrained(
     tokenizer: Tokenizer | None = None,
     progress: Progress = lambda size: None,
 ) -> None:
-    """Write a folder that `transformers` loads. Every rank calls it; `out` must not exist or be empty.
+    """Write a folder that `transformers` loads. Every rank calls it.
 
-    Weights are written in `dtype`; if none is given, as they came where their provenance is known, else as they rest.
+    Args:
+        model: On any cuboid.
+        out: The folder; it must not exist, or be empty.
+        dtype: Of the weights; None: as they came where their provenance is known, else as they rest.
+        shard_bytes: The most that one safetensors file holds.
+        provenance: Of the folder that the model came from: what lay beside its weights.
+        tokenizer: Saved with the model.
+        progress: Told how many further bytes of weights are written.
+
+    Raises:
+        ValueError: If `out` is not empty, or `transformers` has no such model.
     """
     place, mesh = Path(out).resolve(), model.parallel.mesh
     kind_of(model.config)

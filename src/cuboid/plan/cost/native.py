@@ -1,4 +1,4 @@
-"""What a step costs a rank of `bench/native.py`: torch's FSDP × tensor parallelism with sequence parallelism."""
+"""What a step costs a rank of `bench/native.py`: torch's FSDP × tensor parallelism, or its DDP."""
 
 from collections.abc import Sequence
 
@@ -17,6 +17,8 @@ def native_cost(
     rank: int = 0,
     ideal: bool = False,
     reshard: bool = True,
+    sp: bool = True,
+    ddp: bool = False,
     size: int = 4,
 ) -> Cost:
     """Calls and bytes over the axes "fsdp" and "tp", and the parameters at rest, of one forward and backward; `size` is
@@ -25,8 +27,8 @@ def native_cost(
     An `ideal` reduce-scatter is an all-to-all, and counted as one.
     """
     check_model(config, tp)
-    check_batch(config, fsdp, tp, batch, seq)
-    return _NativeStep(config, fsdp, tp, batch, seq, rank, ideal, reshard, size).cost
+    check_batch(config, fsdp, tp if sp else 1, batch, seq)
+    return _NativeStep(config, fsdp, tp, batch, seq, rank, ideal, reshard, sp, ddp, size).cost
 
 
 def check_model(config: ModelConfig, tp: int) -> None:
@@ -51,6 +53,16 @@ def check_batch(config: ModelConfig, fsdp: int, tp: int, batch: int, seq: int) -
             raise ValueError(f"{name}={n} cannot be cut into {axis}={parts}; use {name} {near}")
 
 
+def ddp_buckets(elements: Sequence[int], size: int) -> list[int]:
+    """The elements that DDP all-reduces together: parameters in order, until they reach 1 MiB, then 25 MiB."""
+    found, held, limit = list[int](), 0, 1 << 20
+    for each in elements:
+        held += each
+        if held * size >= limit:
+            found, held, limit = [*found, held], 0, 25 << 20
+    return found + [held] * bool(held)
+
+
 #: A parameter [rows, columns] as tensor parallelism leaves it; vectors have one column.
 _Parameter = tuple[int, int]
 
@@ -68,19 +80,24 @@ class _NativeStep(Counter):
         rank: int,
         ideal: bool,
         reshard: bool,
+        sp: bool,
+        ddp: bool,
         size: int,
     ) -> None:
         cuboid = Cuboid(fsdp, tp)
         at = cuboid.coordinates(rank)
         super().__init__(cuboid, at)
         self.axes, self.at = {"fsdp": fsdp, "tp": tp}, {"fsdp": at["x"], "tp": at["y"]}
-        self.c, self.e = config, size
+        self.c, self.e, self.sp, self.ddp = config, size, sp, ddp
+        self.replicated: list[int] = []  # bytes of each parameter under DDP
         self.scattering = "all_to_all" if ideal else "reduce_scatter"
         self.tokens = batch // fsdp * seq
         self.embedding(seq)
         for layer in range(config.layers):
             self.block(gathers=2 if reshard and layer < config.layers - 1 else 1)
         self.head()
+        for elements in ddp_buckets([each // size for each in self.replicated], size):
+            self.reduce("fsdp", elements, size)
 
     def gather(self, axis: str, whole: int) -> None:
         self.send("all_gather", axis, whole, self.e)
@@ -89,7 +106,11 @@ class _NativeStep(Counter):
         self.send(self.scattering, axis, whole, self.e)
 
     def pair(self, whole: int) -> None:
-        """A gather of activations over tp and the scatter of their gradient, or the other way about."""
+        """A gather of activations over tp and the scatter of their gradient, or the other way about; without sequence
+        parallelism one all-reduce, of the activations or of their gradient."""
+        if not self.sp:
+            self.reduce("tp", whole, self.e)
+            return
         self.gather("tp", whole)
         self.scatter("tp", whole)
 
@@ -97,20 +118,23 @@ class _NativeStep(Counter):
         """Parameters that FSDP moves together; each is cut by rows, and padded for the journey."""
         moved, fsdp = 0, self.axes["fsdp"]
         for rows, columns in parameters:
-            held = self.part(rows, "fsdp") * columns * self.e
+            held = (rows if self.ddp else self.part(rows, "fsdp")) * columns * self.e
             if columns == 1:
                 self.cost.vectors += held
             else:
                 self.cost.matrices += held
             moved += ceil_div(rows, fsdp) * fsdp * columns
+            self.replicated += [held] * self.ddp
+        if self.ddp:
+            return
         for _ in range(gathers):
             self.gather("fsdp", moved)
         self.scatter("fsdp", moved)
 
     def norm(self) -> list[_Parameter]:
-        """Its gradients are partial sums over the tokens that tp cuts."""
+        """Its gradients are partial sums over the tokens that tp splits."""
         vectors = 1 + self.c.norm_bias
-        for _ in range(vectors):
+        for _ in range(vectors if self.sp else 0):
             self.reduce("tp", self.c.hidden, self.e)
         return [(self.c.hidden, 1)] * vectors
 
@@ -124,7 +148,7 @@ class _NativeStep(Counter):
 
     def block(self, gathers: int) -> None:
         c, tp = self.c, self.axes["tp"]
-        into = [n // tp for n in (c.q_dim, c.kv_dim, c.kv_dim, *[c.ffn] * (2 if c.gated else 1))]
+        into = [n // tp for n in (c.q_dim + 2 * c.kv_dim, *[c.ffn] * (2 if c.gated else 1))]
         parameters = [(n, c.hidden) for n in into] + [(c.hidden, k // tp) for k in (c.q_dim, c.ffn)]
         if c.bias:
             parameters += [(n, 1) for n in (*into, c.hidden, c.hidden)]

@@ -1,0 +1,85 @@
+"""`cuboid demo`: what Cuboid does, in two minutes on two cores."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:  # torch is imported when the demo begins
+    from cuboid.demo.run import DemoResult
+
+
+def demo(
+    folder: Annotated[
+        Path | None, typer.Option(help="Run folder to make; a new one in runs/ if left out.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps to train.", min=2)] = 180,
+) -> None:
+    """Train one small model on one device and on 8 ranks of this machine, and compare every step.
+
+    The model learns Python from the running Python's own library; nothing is downloaded. It is trained on cuboid
+    (2,2,2), stopped half way and resumed on (1,4,2), and on one device. Exits 1 if any step's losses differ by 1e-5.
+    """
+    from cuboid.demo.run import TOLERANCE, DemoSize, run_demo
+    from cuboid.train.run import fresh_path
+
+    folder = (folder or fresh_path().with_name(f"demo-{fresh_path().name}")).absolute()
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    found = run_demo(folder, DemoSize(steps), lambda text: console.print(text, style="bold"))
+    show(console, found, folder)
+    if not found.difference < TOLERANCE:
+        raise typer.Exit(1)
+
+
+def show(console: Console, found: "DemoResult", folder: Path) -> None:
+    from cuboid.demo.run import TOLERANCE
+    from cuboid.train.progress import quantity
+
+    facts, first, second = found.facts, *found.stretches
+    for text in found.samples[:2]:
+        console.rule("sample", align="left")
+        console.print(text.expandtabs(4))
+    console.rule()
+    good, lines = found.valid_lines
+    console.print(f"{good} of {lines} complete lines of {len(found.samples)} samples pass Python's tokenize.")
+    bits = list(found.bits_per_byte.values())
+    console.print(
+        f"Validation on samples from all of {facts.held_out_files} held-out files, {quantity(facts.held_out_bytes)}B: "
+        f"{bits[0]:.3f} → {bits[-1]:.3f} bits per byte; a byte 3-gram model of the same files: {facts.trigram_bits:.3f}"
+    )
+    console.print(table(found))
+    ok = found.difference < TOLERANCE
+    console.print(
+        f"Largest difference in loss to one device at any step: {found.difference:.1e} "
+        f"({'below' if ok else 'NOT below'} {TOLERANCE:g}), in fp64, resumed after step {first.last}"
+    )
+    console.print(f"  curves     {folder / 'curves.png'}\n  figures    {folder / 'demo.json'}")
+    console.print(
+        f"Next:\n"
+        f"  cuboid sample {folder} --prompt 'class '\n"
+        f"  cuboid train --resume {folder} --cuboid 8,1,1 --set schedule.steps={2 * second.last}\n"
+        f"  cuboid plan llama-3-8b --ranks 64 --hardware h100-ndr --batch 128 --seq 8192"
+    )
+
+
+def table(found: "DemoResult") -> Table:
+    """What a rank holds and sends, on each layout."""
+    from cuboid.train.progress import quantity
+
+    grid = Table(title="per rank", title_justify="left")
+    stretches = [found.alone, *found.stretches]
+    for name in ("", *(each.layout for each in stretches)):
+        grid.add_column(name, justify="right" if name else "left")
+
+    def row(name: str, *cells: str) -> None:
+        grid.add_row(name, *cells)
+
+    row("steps", *(f"{each.first}–{each.last}" for each in stretches))
+    row("parameters", *(f"{each.parameters:,}" for each in stretches))
+    row("weights, gradients, optimizer", *(f"{quantity(each.at_rest)}B" for each in stretches))
+    row("peak in a step, activations included", *(f"{quantity(each.peak)}B" for each in stretches))
+    row("sent per step", *(f"{quantity(each.sent)}B" for each in stretches))
+    row("largest difference in loss", "–", *(f"{found.apart(each):.1e}" for each in found.stretches))
+    return grid

@@ -1,0 +1,82 @@
+"""Wrong command lines that a newcomer would type: each is answered in one or two sentences that lead to a right one,
+and none of them loads torch, nor does help."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import Cuboid
+
+HEAVY = ("torch", "matplotlib", "transformers", "tokenizers", "tensorboard")
+
+#: What is typed, and what the answer must have.
+WRONG = [
+    ("trian", "did you mean cuboid train?"),
+    ("fit", "did you mean cuboid train?"),
+    ("--cuboid 2,2,2", "options come after a command, such as cuboid train --cuboid"),
+    ("train --gpus 8", "write --cuboid x,y,z"),
+    ("train --cubiod 2,2,2", "did you mean --cuboid?"),
+    ("train --cuboid 2 2 2", "write sizes with commas, such as --cuboid 2,2,2"),
+    ("train --cuboid 8", "write x,y,z such as 2,2,2"),
+    ("train --cuboid 1,3,1", "heads=8 cannot be cut into y·z=3"),
+    ("train --cuboid", "--cuboid needs a value, such as --cuboid 2,2,2"),
+    ("train --lr 1e-3", "--set optimizer.lr=VALUE"),
+    ("train --batch-size 32", "--set data.batch=VALUE"),
+    ("train --dtype bf16", "--set precision.dtype=VALUE"),
+    ("train --set lr=1e-3", "did you mean optimizer.lr?"),
+    ("train --set optimizer.lr", "write key=value"),
+    ("train --set precision.dtype=int8", 'one of "fp32", "bf16", "fp16"'),
+    ("train llama-3-8b", "--preset llama-3-8b"),
+    ("train text.txt", "--set data.paths=text.txt"),
+    ("train --preset gpt5", "There are gpt2-124m"),
+    ("plan", "give a model, or its --layers, --hidden, --heads"),
+    ("plan llama3-8b", "llama-3-8b"),
+    ("plan llama-3-8b --gpus 64", "write --ranks"),
+    ("plan llama-3-8b --explain 2,2,2,2", "write x,y,z such as 2,2,2"),
+    ("bench", "one of strong, weak, layouts"),
+    ("bench speed", "There are strong, weak, layouts"),
+    ("bench layouts --cuboid 2,2,2", "write --only 'cuboid 2,2,2'"),
+    ("bench layouts --rounds few", "--rounds"),
+    ("verify --cuboid 2,2,2 --ranks 4", "leave one of them out"),
+    ("verify --dtype fp8", "one of fp64, fp32, bf16"),
+    ("sample", "cuboid sample needs RUN: A run folder"),
+    ("data text.txt", "cuboid data build text.txt"),
+    ("data build text.txt", "cuboid data build needs --out"),
+    ("export run", "cuboid export needs OUT"),
+    ("config --get optimizer.lr", "write --show"),
+]
+
+
+@pytest.mark.parametrize(("typed", "answer"), WRONG, ids=[typed for typed, _ in WRONG])
+def test_wrong_command_is_answered_with_a_right_one(typed: str, answer: str, cuboid: Cuboid, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text\n")
+    said = cuboid(*typed.split())
+    assert said.code == 2, said
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert answer in said.err, said.err
+    assert len(said.err.replace("did you mean", "").split(". ")) <= 2
+
+
+LIGHT = ["--help", "--version", "train --help", "bench layouts --help", *(typed for typed, _ in WRONG)]
+
+
+def test_help_and_wrong_commands_load_nothing_heavy(tmp_path: Path) -> None:
+    """All in one process: what one loads is loaded."""
+    (tmp_path / "text.txt").write_text("some text\n")
+    code = f"""
+import sys
+from cuboid.cli import main
+for typed in {LIGHT!r}:
+    sys.argv = ["cuboid", *typed.split()]
+    try:
+        main()
+    except SystemExit:
+        pass
+    found = [name for name in {HEAVY!r} if name in sys.modules]
+    assert not found, (typed, found)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
