@@ -1,4 +1,4 @@
-"""`cuboid demo`: what Cuboid does, in two minutes on two cores."""
+"""`cuboid demo`: what Cuboid does, in a few minutes on two cores."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

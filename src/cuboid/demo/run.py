@@ -23,7 +23,7 @@ FIRST, SECOND = Cuboid(2, 2, 2), Cuboid(1, 4, 2)
 
 @dataclass(frozen=True)
 class DemoSize:
-    """How much the demo does. The defaults take about two minutes on two cores."""
+    """How much the demo does. The defaults take a few minutes on two cores."""
 
     steps: int = 180
     layers: int = 2
