@@ -271,8 +271,7 @@ def test_auto_plan_keeps_settings_it_does_not_choose(tmp_path: Path) -> None:
 
 
 def seen_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     gpu = SimpleNamespace(name=name, total_memory=40 * 2**30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
 
