@@ -258,7 +258,7 @@ class Stamps:
     """Of a collective on a GPU, which only tells its stream to wait: when it was launched, awaited and there, as events
     that are read later. It stands for `weight` collectives; for 0 it is not timed."""
 
-    def __init__(self, weight: int) -> None:
+    def __init__(self, weight: int = 1) -> None:
         self.weight = weight
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3 if weight else 0)]
         self._record(0)
