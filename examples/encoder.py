@@ -1,10 +1,9 @@
-"""An encoder of your own on a cuboid: BERT-style, attention both ways, masked-language-model loss.
+"""An encoder of your own on a cuboid: BERT-style, bidirectional attention, masked-language-model loss.
 
     python examples/encoder.py                      # eight ranks of this machine, cuboid (2,2,2)
     torchrun --nproc-per-node 8 examples/encoder.py # the ranks torchrun starts
 
-The text is made up: each word is said eight times on end, so a masked one can be told from its neighbours, on either
-side.
+The text is synthetic: each word is repeated eight times, so a masked word follows from its neighbours on either side.
 """
 
 import torch
@@ -36,7 +35,7 @@ BATCH, SEQ = 32, 24
 
 
 class EncoderBlock(LayerModule):
-    """norm(X + attention(X)), then norm(X + mlp(X)): the norms come after, as in BERT."""
+    """norm(X + attention(X)), then norm(X + mlp(X)): post-norm, as in BERT."""
 
     def __init__(self, parallel: Parallel) -> None:
         super().__init__(parallel)
@@ -68,7 +67,7 @@ class Encoder(Model):
 
 
 def masked(step: int) -> tuple[Tensor, Tensor]:
-    """A batch of the whole world: tokens with a sixth of them masked, and as targets what was there."""
+    """The full batch [batch, seq]: tokens, a sixth of them masked, and as targets the masked ones."""
     dice = torch.Generator().manual_seed(step)
     text = torch.randint(MASK, (BATCH, SEQ // 8), generator=dice).repeat_interleave(8, 1)
     hidden = torch.rand(text.shape, generator=dice) < 1 / 6
@@ -84,10 +83,10 @@ def train(world: World, sizes: tuple[int, int, int], steps: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
     losses = []
     for step in range(steps):
-        tokens, targets = (whole.to(mesh.device) for whole in masked(step))
+        tokens, targets = (each.to(mesh.device) for each in masked(step))
         loss = model(place.take(tokens, 0), place.take(targets, -100), place)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # by the norm of the whole gradient
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # by the norm over all ranks
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

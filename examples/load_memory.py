@@ -2,8 +2,8 @@
 
     python examples/load_memory.py
 
-Makes a folder of 1.07 GB among the temporary files, loads it on cuboid (2,2,2), and prints for each rank its shards,
-the largest slice of one tensor, and how far its resident memory rose at most.
+Makes a temporary folder of 1.07 GB and loads it on cuboid (2,2,2). Prints for each rank the size of its shards, the
+largest slice of one tensor, and the rise of its resident memory at its peak.
 """
 
 import tempfile
@@ -26,15 +26,15 @@ def make(world: World, config: ModelConfig, folder: Path) -> None:
 
 
 def status(field: str) -> int:
-    """Bytes, of a line of /proc/self/status."""
+    """Bytes in a line of /proc/self/status."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def load(world: World, small: Path, folder: Path) -> tuple[int, int, int]:
     mesh = Mesh(CUBE, world.rank)
-    from_pretrained(small, mesh)  # what Python loads at its first use is not the model's
-    Path("/proc/self/clear_refs").write_text("5")  # begin the peak again
+    from_pretrained(small, mesh)  # modules that are imported at first use do not count
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status("VmRSS")
     model = from_pretrained(folder, mesh)
     rise = status("VmHWM") - before

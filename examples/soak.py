@@ -1,9 +1,9 @@
-"""Does a long run grow? A tiny model, a checkpoint every 50 steps; every rank's memory, files and threads looked at.
+"""Does a long run use more and more? Trains a tiny model with a checkpoint every 50 steps and samples every rank.
 
     python examples/soak.py                    10,000 steps on (1,2,2)
     python examples/soak.py --steps 1000
 
-Exits 1 if anything is more in the last looks than in the first after a fifth of the steps.
+Exits with 1 if memory, files, threads, checkpoints or temporary files grow after the first fifth of the steps.
 """
 
 import argparse
@@ -50,7 +50,7 @@ MORE = 1.05  # memory may vary by this much: allocators keep pages
 
 
 class Look(NamedTuple):
-    """At one moment, the most of any rank, and what lies in the folders."""
+    """One sample: the largest values of any rank, and the number of files."""
 
     step: int
     kilobytes: int
@@ -78,7 +78,7 @@ def look(ranks: list[Path], run: Path, temporary: Path) -> Look:
 
 
 def soak(steps: int, folder: Path) -> list[Look]:
-    """Ten looks or so."""
+    """About ten samples."""
     file, run, temporary = folder / "soak.toml", folder / "run", folder / "tmp"
     temporary.mkdir()
     file.write_text(CONFIG.format(steps=steps, folder=folder))
@@ -93,7 +93,7 @@ def soak(steps: int, folder: Path) -> list[Look]:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         try:
             found.append(look([Path("/proc", pid) for pid in children], run, temporary))
-        except FileNotFoundError:  # it has just ended, or a checkpoint has moved
+        except FileNotFoundError:  # the run has just ended, or a checkpoint was renamed
             continue
         print("  ".join(f"{name} {value:>7}" for name, value in found[-1]._asdict().items()), flush=True)
     if process.returncode:
@@ -108,7 +108,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = soak(steps, Path(folder))
     settled = [each for each in found if each.step >= steps // 5]
-    first, last = settled[:3], settled[-3:]  # at any one moment a checkpoint may be under way
+    first, last = settled[:3], settled[-3:]  # a checkpoint may be incomplete in any one sample
 
     def grows(name: str) -> bool:
         allowed = MORE if name == "kilobytes" else 1.0
