@@ -43,10 +43,8 @@ def _row(parameter: Any) -> str:
     names = [*parameter.opts, *parameter.secondary_opts] if parameter.param_type_name == "option" else [parameter.name]
     shown = " ".join(f"`{name}`" for name in names)
     default = parameter.default
-    plain = (
-        default is None or callable(default) or default == "" or default == () or "Sentinel" in type(default).__name__
-    )
-    return f"| {shown} | {'' if plain else f'`{default}`'} | {_cell(getattr(parameter, 'help', '') or '')} |"
+    empty = default in (None, "", ()) or default is False or callable(default) or "Sentinel" in type(default).__name__
+    return f"| {shown} | {'' if empty else f'`{default}`'} | {_cell(getattr(parameter, 'help', '') or '')} |"
 
 
 def sections() -> str:
@@ -55,7 +53,7 @@ def sections() -> str:
     defaults = TrainConfig()
     for prefix, cls in _sections(TrainConfig):
         title = f"[{prefix}]" if prefix else "top level"
-        lines += [f"## `{title}`", "", _prose(inspect.cleandoc(cls.__doc__ or "")).capitalize() + ".", ""]
+        lines += [f"## `{title}`", "", _prose(inspect.cleandoc(cls.__doc__ or "")).capitalize().rstrip(".") + ".", ""]
         lines += ["| key | default | meaning |", "|---|---|---|"]
         for field in fields(cls):
             name = f"{prefix}.{field.name}" if prefix else field.name

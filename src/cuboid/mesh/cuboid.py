@@ -19,10 +19,11 @@ EARLIER = {"data": "replicas"}
 class Cuboid:
     """The shape of a block of devices: x · y · z · replicas · pipe ranks.
 
-    >>> Cuboid(2, 3, 2).coordinates(5)
-    {'pipe': 0, 'replicas': 0, 'x': 0, 'y': 2, 'z': 1}
-    >>> str(Cuboid(2, 2, 2, replicas=2, pipe=4))
-    '2,2,2 replicas=2 pipe=4'
+    Examples:
+        >>> Cuboid(2, 3, 2).coordinates(5)
+        {'pipe': 0, 'replicas': 0, 'x': 0, 'y': 2, 'z': 1}
+        >>> str(Cuboid(2, 2, 2, replicas=2, pipe=4))
+        '2,2,2 replicas=2 pipe=4'
 
     Args:
         x: Splits the batch and, at rest, every weight; like FSDP.

@@ -212,9 +212,10 @@ class Pool:
     """Ranks that stay up and run one function after another. Ranks are forked: make it before this process
     uses autograd.
 
-    >>> with Pool(2) as pool:
-    ...     pool.run(rank_of)
-    [0, 1]
+    Examples:
+        >>> with Pool(2) as pool:
+        ...     pool.run(rank_of)
+        [0, 1]
 
     Args:
         ranks: How many to start, on this machine.
