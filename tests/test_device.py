@@ -1,5 +1,6 @@
 """What is done on a GPU alone, against a pretended one that notes what it is told, in which order."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,15 +10,19 @@ import pytest
 import torch
 from tiny import on, tiny, write_text
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuboid import device
 from cuboid.comm.axis import Axis
 from cuboid.comm.flight import Launched
 from cuboid.comm.ledger import Ledger
 from cuboid.device import DeviceClock, HostCopies, upload
+from cuboid.mesh.layout import shard_of
 from cuboid.run.launch import World
 from cuboid.train import writer
+from cuboid.train.checkpoint import tensors
 from cuboid.train.config import TrainConfig
+from cuboid.train.garbage import EVERY, collected_by_hand
 from cuboid.train.loop import Trainer
 from cuboid.train.writer import Writer
 
@@ -105,8 +110,10 @@ def test_host_copies_leave_host_and_main_stream_at_work(told: Told) -> None:
 def test_host_copies_on_cpu_are_there_at_once() -> None:
     x = torch.ones(3)
     found = HostCopies(torch.device("cpu")).launch({"x": x})["x"]
+    at_once = HostCopies(torch.device("cpu"), background=False).launch({"x": x})["x"]
     x.zero_()
     assert found.tolist() == [1, 1, 1]
+    assert at_once is x  # nothing is computed until it is written
 
 
 def test_upload_goes_through_page_locked_memory_without_waiting(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +158,74 @@ def test_writer_holds_next_update_alone_until_copies_are_made(tmp_path: Path, po
     config = tiny(write_text(tmp_path), *on("1,1,1"))
     (seen,) = pool(1).run(writes, config, tmp_path / "saved")
     assert seen == ["update", *["launch", "land", "hold", "update", "update"] * 2]
+
+
+class Seen(TorchDispatchMode):
+    """How often weights were copied, and their bytes. What ranks tell each other is of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        copies = func.__name__.partition(".")[0] in ("_to_copy", "clone", "copy_", "contiguous", "cat")
+        if copies and out.is_floating_point():
+            self.copies, self.bytes = self.copies + 1, self.bytes + out.nbytes
+        return out
+
+
+def copied(world: World, config: TrainConfig, folder: Path) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    """Tensors of a rank's part of a checkpoint, and their bytes; how many were copied to make it, and to write it."""
+    trainer = Trainer(config, world)
+    saving, found, kept = Writer(folder, trainer.model, 1, background=True), list[tuple[int, int]](), dict[str, Any]()
+
+    def made() -> None:
+        kept.update(tensors(trainer.model, trainer.optimizer, saving._copies.launch))
+
+    def written() -> None:
+        saving._write(1, kept, trainer.state())
+        saving.wait()  # it raises what went wrong
+
+    for do in (made, written):
+        with Seen() as seen:
+            do()
+        found.append((seen.copies, seen.bytes))
+    return (len(kept), sum(shard_of(x).nbytes for x in kept.values())), found
+
+
+def test_checkpoint_copies_each_tensor_once(tmp_path: Path, pool) -> None:
+    config = tiny(write_text(tmp_path), *on("1,2,1"))
+    for whole, (made, written) in pool(2).run(copied, config, tmp_path / "saved"):
+        assert made == whole
+        assert written == (0, 0)
+
+
+def garbage(world: World, config: TrainConfig) -> int:
+    """What some steps leave behind that the collector alone finds."""
+    trainer = Trainer(config, world)
+    trainer.step()
+    gc.collect()
+    with collected_by_hand():
+        for _ in range(3):
+            trainer.step()
+        return gc.collect()
+
+
+def test_step_leaves_no_garbage_to_collect(tmp_path: Path, pool) -> None:
+    more = "model.dropout=0.1", "memory.recompute=full", "data.micro_batches=2"
+    assert pool(2).run(garbage, tiny(write_text(tmp_path), *on("1,2,1"), *more)) == [0, 0]
+
+
+def test_garbage_is_collected_in_the_same_steps_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[int]()
+    monkeypatch.setattr(gc, "collect", lambda generation: seen.append(step))
+    with collected_by_hand() as collect:
+        assert not gc.isenabled()
+        for step in range(1, 2 * EVERY + 2):
+            collect(step)
+    assert gc.isenabled()
+    assert seen == [EVERY, 2 * EVERY]
 
 
 class Work:

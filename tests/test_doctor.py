@@ -171,7 +171,7 @@ def test_small_model_and_run_fit_any_cuboid(sizes: str) -> None:
 
 
 def test_sent_by_has_every_axis() -> None:
-    assert set(sent_by(load(None, on("2,2,2,2")))) == {"x", "y", "z", "replicas"}
+    assert set(sent_by(load(None, [*on("2,2,2,2"), "precision.dtype=bf16"]))) == {"x", "y", "z", "replicas"}
 
 
 def test_hardware_of_holds_no_cpu_against_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ WRONG = [
     ("train --dtype bf16", "--set precision.dtype=VALUE"),
     ("train --set lr=1e-3", "did you mean optimizer.lr?"),
     ("train --set optimizer.lr", "write key=value"),
-    ("train --set precision.dtype=int8", 'one of "fp32", "bf16", "fp16"'),
+    ("train --set precision.dtype=int8", 'one of "auto", "fp32", "bf16", "fp16"'),
     ("train llama-3-8b", "--preset llama-3-8b"),
     ("train text.txt", "--set data.paths=text.txt"),
     ("train --preset gpt5", "There are gpt2-124m"),

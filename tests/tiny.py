@@ -24,6 +24,7 @@ SETTINGS = (
     "data.batch=8",
     "data.val_fraction=0.1",
     "optimizer.lr=0.01",
+    "precision.dtype=fp32",  # on GPUs too
     "schedule.steps=12",
     "schedule.warmup=3",
     "logging.eval_every=0",

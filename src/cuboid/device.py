@@ -42,6 +42,11 @@ def has_gpu_driver() -> bool:
     return Path("/proc/driver/nvidia/version").exists()
 
 
+def computes_bf16(device: torch.device) -> bool:
+    """Whether matmuls in bf16 are faster than in fp32: on GPUs since Ampere."""
+    return is_gpu(device) and torch.cuda.get_device_properties(device).major >= 8
+
+
 def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if is_gpu(device) else "CPU"
 
@@ -142,18 +147,19 @@ def page_locked(like: Tensor) -> Tensor:
 
 
 class HostCopies:
-    """Copies of a device's tensors in its host's memory. A GPU makes them in a stream of its own while it computes on,
-    into page-locked memory that is used again each time."""
+    """A device's tensors in its host's memory, each copied once. A GPU makes the copies in a stream of its own while it
+    computes on, into page-locked memory that is used again each time. On a CPU that is not to compute on meanwhile,
+    not in the `background`, there are none."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if is_gpu(device) else None
+    def __init__(self, device: torch.device, background: bool = True) -> None:
+        self._stream, self._background = torch.cuda.Stream(device) if is_gpu(device) else None, background
         self._buffers: dict[str, Tensor] = {}
         self._event: Any = None
 
     def launch(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of what they are now. Nobody may read the copies before `land`, nor change the tensors before `hold`."""
         if self._stream is None:
-            return {name: x.to("cpu", copy=True) for name, x in tensors.items()}
+            return {name: x.to("cpu", copy=self._background) for name, x in tensors.items()}
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for name, x in tensors.items():

@@ -55,7 +55,13 @@ def plan(
     micro_batches: Annotated[
         int | None, typer.Option(help="Parts the batch is computed in; a TOML's or run's, else 1.", min=1)
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(COMPUTED)}; a TOML's or run's, else bf16.")] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help=f"One of {', '.join(COMPUTED)}; a TOML's or run's, else what suits the hardware: bf16 on GPUs since "
+            "Ampere, fp32 on others."
+        ),
+    ] = "",
     family: Annotated[str, typer.Option(help=f"Without a model: one of {', '.join(FAMILIES)}.")] = "gpt2",
     layers: Annotated[int, typer.Option(help="Changes the model's, like the next ones.", min=0)] = 0,
     hidden: Annotated[int, typer.Option(min=0)] = 0,
@@ -107,9 +113,9 @@ def plan(
     if run is not None:
         ranks, batch = ranks or run.cuboid_shape().ranks, batch or run.data.batch
         seq, micro_batches = run.data.seq, micro_batches or run.data.micro_batches
-        dtype, freeze = dtype or run.precision.dtype, freeze or run.model.freeze
+        dtype, freeze = dtype or run.computed_in("").precision.dtype, freeze or run.model.freeze
     ranks, batch, micro_batches = ranks or 8, batch or 64, micro_batches or 1
-    dtype = known(dtype or "bf16", COMPUTED)
+    dtype = known(dtype or hw.usual, COMPUTED)
     base = planned_model(run) if run is not None else load_model(model) if model else None
     config = chosen_model(base, family, layers, hidden, heads, kv_heads, ffn, vocab, seq)
     if batch % micro_batches:

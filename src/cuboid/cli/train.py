@@ -193,9 +193,11 @@ def look_ahead(config: TrainConfig, ranks: int, force: bool) -> None:
 def show_rehearsal(config: TrainConfig, slow: SlowMotion) -> None:
     from cuboid.train.rehearse import rehearse
 
+    config = config.computed_in(slow.hardware.usual)
     console, hosts = Console(highlight=False, markup=False, soft_wrap=True), can_make_hosts()
     where = "" if hosts else "; no hosts can be made here, so links are this machine's loopback"
-    console.print(f"{slow}{where}\nLocal work is timed, not done: there is no loss, and nothing is saved.")
+    how = f"Local work, in {config.precision.dtype}, is timed, not done: there is no loss, and nothing is saved."
+    console.print(f"{slow}{where}\n{how}")
 
     def tell(step: Rehearsed) -> None:
         shares = f"busy {step.busy / step.seconds:.0%}  exposed {step.exposed / step.seconds:.0%}"

@@ -23,6 +23,7 @@ from cuboid.run.launch import World
 from cuboid.run.watch import watched
 from cuboid.train.auto import guessed_hardware, vocab_of
 from cuboid.train.config import TrainConfig
+from cuboid.train.precision import settled
 from cuboid.train.preflight import need, remedy
 
 PATIENCE = 120.0  # seconds for which a rank may be silent
@@ -107,7 +108,7 @@ def on_rank(world: World, stage: str, config: TrainConfig, hardware: str) -> lis
     with watched(world.rank, world.size, PATIENCE) as watch:
         if watch is not None:
             watch.step = 1  # from here on no rank may be silent
-        return STAGES[stage](replace(world, watch=watch), config, hardware)
+        return STAGES[stage](replace(world, watch=watch), settled(config, world.device)[0], hardware)
 
 
 def examine(

@@ -57,7 +57,7 @@ def devices(facts: Sequence[Facts], precision: str) -> Finding:
             remedy = "start more ranks to use them: a larger --cuboid, or --nproc-per-node"
             return Finding("devices", "ok", f"{kinds}; GPUs without a rank: {unused}", remedy)
         if precision == "fp32":
-            remedy = "--set precision.dtype=bf16 is several times as fast on most GPUs"
+            remedy = "bf16, or fp16 on GPUs before Ampere, is several times as fast: --set precision.dtype=bf16"
             return Finding("devices", "warning", f"{kinds}, products in fp32", remedy)
         return Finding("devices", "ok", f"{kinds}, one for each rank")
     present = {host: each[0].gpus for host, each in by_host.items() if each[0].driver or each[0].gpus}

@@ -109,6 +109,11 @@ class Hardware:
                     "empty if it was not measured"
                 )
 
+    @property
+    def usual(self) -> str:
+        """The precision of runs that do not say: bf16 where it is the faster, else fp32, else what there is."""
+        return max(sorted({"fp32", "bf16"} & self.rate.keys(), reverse=True) or self.rate, key=self.rate.__getitem__)
+
     def link(self, level: str, kind: str) -> Link:
         found: dict[str, Link] = getattr(self, level)
         return found.get(kind, UNKNOWN)

@@ -45,8 +45,9 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
         raise ValueError(f"data.batch = {d.batch} cannot be cut into data.micro_batches = {d.micro_batches}")
     batch = d.batch // d.micro_batches
     model = config.model_config(vocab_of(d))
-    work = Work(model, batch, d.seq, config.precision.dtype, d.micro_batches, config.model.freeze)
     hardware, guess = (load(machine), "") if machine else guessed_hardware()
+    dtype = config.computed_in(hardware.usual).precision.dtype
+    work = Work(model, batch, d.seq, dtype, d.micro_batches, config.model.freeze)
     ranking = rank(hardware, work, devices)
     if not ranking.plans:
         raise ValueError(nothing_fits(ranking))

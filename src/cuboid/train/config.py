@@ -7,7 +7,7 @@ on eight ranks, in about two minutes on two cores.
 import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
@@ -145,8 +145,11 @@ class ScheduleSection:
 class PrecisionSection:
     """number formats"""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = key(
-        "fp32", "of matmuls and activations; weights at rest are fp32", spellings=SPELLINGS
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "auto",
+        "of matmuls and activations, weights at rest are fp32; auto: bf16 on GPUs that have it, else fp32; a resumed "
+        "run keeps its own",
+        spellings=SPELLINGS,
     )
     loss_scale: float = key(65536.0, "fp16: what the loss is multiplied by at first", above=0)
     growth_interval: int = key(2000, "fp16: steps without overflow until the scale doubles", at_least=1)
@@ -307,6 +310,12 @@ class TrainConfig:
         pipeline = ("beside" if o.beside else o.pipeline, stages, o.split) if cuboid.pipe > 1 else ()
         return Schedule(o.prefetch, parts, chunks, o.compile, o.beside, *pipeline)
 
+    def computed_in(self, usual: str) -> "TrainConfig":
+        """With `precision.dtype` made definite: the `usual` one if it is auto."""
+        if self.precision.dtype != "auto":
+            return self
+        return replace(self, precision=replace(self.precision, dtype=usual))  # type: ignore[arg-type]
+
     def other_cuboids(self) -> list[Cuboid]:
         """For other numbers of ranks."""
         return [_other(text, ",".join(self.cuboid.order)) for text in self.cuboid.others]
@@ -391,7 +400,7 @@ def resolved_toml(config: TrainConfig) -> str:
 
 def differences(config: TrainConfig, written: str) -> list[str]:
     """Where a run folder's config.toml is not this run's, in what decides the result: "key = theirs (here ours)".
-    Empty: it is this run's, on whatever ranks."""
+    Empty: it is this run's, on whatever ranks. A precision of auto is any: the run's folder says which it came to."""
     try:
         with warnings.catch_warnings(action="ignore", category=RenamedKey):
             theirs = flatten(TrainConfig, tomllib.loads(written))
@@ -400,7 +409,8 @@ def differences(config: TrainConfig, written: str) -> list[str]:
     found = []
     for name, each in keys(TrainConfig).items():
         there, here = theirs.get(name, each.default), value_of(config, name)
-        if name.partition(".")[0] in DECISIVE and there != here:
+        any_will_do = name == "precision.dtype" and here == "auto"
+        if name.partition(".")[0] in DECISIVE and there != here and not any_will_do:
             found.append(f"{name} = {toml(there)} (here {toml(here)})")
     return found
 

@@ -33,12 +33,14 @@ from cuboid.train import checkpoint
 from cuboid.train.agree import check
 from cuboid.train.begin import beginning, check_folder, is_begun
 from cuboid.train.config import TrainConfig, resolved_toml
+from cuboid.train.garbage import collected_by_hand
 from cuboid.train.guard import Guard
 from cuboid.train.keys import toml
 from cuboid.train.layout import on_cuboid
 from cuboid.train.optimizer import LossScale, adamw, apply, learning_rate
 from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
+from cuboid.train.precision import settled
 from cuboid.train.preflight import check_device
 from cuboid.train.progress import Progress, StepReport
 from cuboid.train.run import RunFolder
@@ -91,7 +93,7 @@ class Trainer:
         layout: Callable[[TrainConfig, ModelConfig, World], Parallel] = on_cuboid,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.config = config
+        self.config = config = settled(config, world.device)[0]
         if config.precision.deterministic:
             be_deterministic(world.device)
         self.corpus = corpus_of(config, warn if world.rank == 0 else lambda _: None)
@@ -218,6 +220,7 @@ class Trainer:
             "model": asdict(self.model.config),
             "updates": self.updates,
             "freeze": self.config.model.freeze,
+            "precision": self.config.precision.dtype,
             "fresh": self.fresh,
             "scale": asdict(self.scale),
             "guard": self.guard.state(),
@@ -276,15 +279,16 @@ def _tensors(names: Collection[object]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) != 1)}"
 
 
-def introduction(trainer: Trainer, folder: Path, changed: str = "") -> str:
+def introduction(trainer: Trainer, folder: Path, changed: str = "", precision_why: str = "") -> str:
     c, d, cuboid = trainer.model.config, trainer.config.data, trainer.model.parallel.mesh.cuboid
     held = sum(shard_of(p).numel() for p in trainer.model.parameters())
     frozen = [d.spec for _, p, d in declared(trainer.model) if not p.requires_grad]
     text = ", ".join(d.paths) or "Python's own library"
+    precision = trainer.config.precision.dtype + (f" ({precision_why})" if precision_why else "")
     lines = [
         f"model   {c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {c.parameters:,} parameters, "
         f"{held:,} on rank 0",
-        f"cuboid  {cuboid}, {cuboid.ranks} ranks, {trainer.config.precision.dtype}{pipeline_of(trainer)}",
+        f"cuboid  {cuboid}, {cuboid.ranks} ranks, {precision}{pipeline_of(trainer)}",
         f"data    {len(trainer.corpus.train):,} tokens of {text}; {d.batch} × {d.seq} tokens a step",
         f"run     {folder}",
     ]
@@ -354,18 +358,19 @@ def keep_trace(trainer: Trainer, recorder: Recorder, folder: Path) -> None:
 def train(
     world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int = 0, force: bool = False
 ) -> Outcome | None:
-    """As `run_on_rank`, under the watch; unless by force, only where the run fits into the ranks' GPUs."""
-    if not force:
-        check_device(world, config)
+    """As `run_on_rank`, under the watch."""
     with watched(world.rank, world.size, config.watch.timeout) as watch:
-        return run_on_rank(replace(world, watch=watch), config, folder, resume, trace)
+        return run_on_rank(replace(world, watch=watch), config, folder, resume, trace, force)
 
 
 def run_on_rank(
-    world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int
+    world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int, force: bool
 ) -> Outcome | None:
     """The whole run, on every rank; rank 0 writes, speaks and returns the outcome. So many steps as `trace` are traced,
-    when everything is warm."""
+    when everything is warm. Unless by force, only where it fits into the ranks' GPUs."""
+    config, why = settled(config, world.device, folder, resume)
+    if not force:
+        check_device(world, config)
     trainer, asked_for = Trainer(config, world), resume
     folder, resume = from_first(beginning(world, config, folder, resume), trainer.model.parallel.mesh.world)
     changed = trainer.resume(resume) if resume is not None else ""
@@ -377,8 +382,8 @@ def run_on_rank(
     began, log, total = time.perf_counter(), config.logging, config.schedule.steps
     value, last, report = float("nan"), 0, None
     console = Console(quiet=world.rank != 0)
-    console.print(introduction(trainer, folder, changed), highlight=False, markup=False, soft_wrap=True)
-    with Progress(total, trainer.done, console) as progress:
+    console.print(introduction(trainer, folder, changed, why), highlight=False, markup=False, soft_wrap=True)
+    with Progress(total, trainer.done, console) as progress, collected_by_hand() as collect:
         stop = False
         first = trainer.done
         while trainer.done < total and not stop:
@@ -407,6 +412,7 @@ def run_on_rank(
                 if run is not None:
                     run.sync()
                 writer.save(report.step, trainer.optimizer, trainer.state())
+            collect(report.step)
     writer.wait()
     if world.stop is not None and trainer.done < total:
         world.stop.obey()

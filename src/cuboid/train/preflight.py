@@ -51,6 +51,7 @@ class Need:
 
 def need(config: TrainConfig, apart: bool, gpu: bool = False) -> Need:
     """Of the first rank, which has the largest parts; `apart` as `World.apart`."""
+    config = config.computed_in("bf16" if gpu else "fp32")
     d, m, cuboid = config.data, config.memory, config.cuboid_shape()
     model = config.model_config(config.model.vocab or vocab_of(d))
     batch = d.batch // d.micro_batches

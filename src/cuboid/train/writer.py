@@ -49,7 +49,7 @@ class Writer:
         self.group = dist.new_group(backend="gloo")
         mesh = model.parallel.mesh
         self._axis = Axis("checkpoint", mesh.world.size, mesh.rank, self.group)
-        self._copies = HostCopies(mesh.device)
+        self._copies = HostCopies(mesh.device, background)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

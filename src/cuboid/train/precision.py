@@ -1,0 +1,42 @@
+"""What a run computes in where its configuration leaves that open: `precision.dtype = "auto"`."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from cuboid.device import computes_bf16, is_gpu
+from cuboid.train.begin import broken_off
+from cuboid.train.checkpoint import inspect, newest
+from cuboid.train.config import TrainConfig, load
+
+EARLIER = "fp32"  # the default of versions whose checkpoints do not say
+
+
+def settled(
+    config: TrainConfig, device: torch.device, folder: Path | None = None, resume: Path | None = None
+) -> tuple[TrainConfig, str]:
+    """The configuration with a definite precision, and why it is that one; "" if it was given. A run goes on in the one
+    it began in: the one broken off in `folder`, or `resume`. Ranks may each ask: they see the same files."""
+    if config.precision.dtype != "auto":
+        return config, ""
+    before = _before(config, folder, resume)
+    usual, why = (before, "as it began") if before else usual_on(device)
+    return config.computed_in(usual), why
+
+
+def usual_on(device: torch.device) -> tuple[str, str]:
+    """A precision, and why it is the default there."""
+    if computes_bf16(device):
+        return "bf16", "the default on GPUs"
+    return "fp32", "this GPU has no bf16; fp16 is faster" if is_gpu(device) else "the default on CPUs"
+
+
+def _before(config: TrainConfig, folder: Path | None, resume: Path | None) -> str:
+    """What the run that goes on computed in; "" if none does."""
+    if resume is not None:
+        with suppress(ValueError):  # none can be read: who resumes it says so
+            return str(inspect(newest(resume))[1].get("precision", EARLIER))
+    elif folder is not None and broken_off(config, folder):
+        return load(folder / "config.toml").precision.dtype
+    return ""

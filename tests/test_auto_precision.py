@@ -1,0 +1,86 @@
+"""What a run computes in where nobody has said: by the device, or as it began."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import Cuboid, on, sets, settings, write_text
+
+from cuboid import device
+from cuboid.plan.hardware import PRESETS
+from cuboid.train import preflight
+from cuboid.train.config import TrainConfig, load
+from cuboid.train.precision import settled
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BEFORE = Path(__file__).parent / "run_0_1"  # its checkpoints do not say what they were computed in
+
+
+def chosen(*asked: object) -> tuple[str, str]:
+    config, why = settled(*asked)  # type: ignore[arg-type]
+    return config.precision.dtype, why
+
+
+def test_auto_precision_is_the_default_and_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = load(None)
+    assert default.precision.dtype == "auto"
+    assert chosen(default, CPU) == ("fp32", "the default on CPUs")
+    for generation, expected in ((9, ("bf16", "the default on GPUs")), (7, ("fp32", "this GPU has no bf16"))):
+        properties = SimpleNamespace(major=generation)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
+        dtype, why = chosen(default, GPU)
+        assert (dtype, why.partition(";")[0]) == expected
+        assert chosen(load(None, ["precision.dtype=fp16"]), GPU) == ("fp16", "")
+    assert not device.computes_bf16(CPU)
+
+
+def test_auto_precision_of_plans_is_the_hardwares() -> None:
+    assert {name: each.usual for name, each in PRESETS.items()} == {
+        "v100-edr": "fp32",
+        "a100-hdr": "bf16",
+        "h100-ndr": "bf16",
+        "cpu": "fp32",
+    }
+
+
+def test_preflight_plans_a_gpu_in_bf16() -> None:
+    def kept(gpu: bool, *more: str) -> int:
+        return preflight.need(load(None, more), apart=True, gpu=gpu).by_kind["activations"]
+
+    assert kept(True) == kept(True, "precision.dtype=bf16") < kept(True, "precision.dtype=fp32")
+    assert kept(False) == kept(False, "precision.dtype=fp32")
+
+
+def run(cuboid: Cuboid, config: list[str], *words: object) -> str:
+    said = cuboid("train", *words, *sets(config))
+    assert said.code == 0, said.err
+    return said.out
+
+
+def test_auto_precision_is_said_recorded_and_kept(cuboid: Cuboid, tmp_path: Path) -> None:
+    def config(dtype: str, steps: int, name: str = "run") -> list[str]:
+        more = f"precision.dtype={dtype}", f"logging.folder={tmp_path / name}", f"schedule.steps={steps}"
+        return settings(write_text(tmp_path), *on("1,1,1"), "schedule.warmup=0", *more)
+
+    assert "cuboid  1,1,1, 1 ranks, fp32 (the default on CPUs)\n" in run(cuboid, config("auto", 1, "other"))
+    assert load(tmp_path / "other" / "config.toml").precision.dtype == "fp32"
+    assert "cuboid  1,1,1, 1 ranks, bf16\n" in run(cuboid, config("bf16", 1))
+    (state,) = (tmp_path / "run" / "checkpoints").glob("*/state.json")
+    assert json.loads(state.read_text())["precision"] == "bf16"
+    again = run(cuboid, config("auto", 1))  # the same command, as if it had been broken off
+    assert "bf16 (as it began)\n" in again
+    assert "resumed after step 1" in again
+    state.parent.rename(tmp_path / "step-00000001")  # without its run
+    asked = load(None, config("auto", 2, "new"))
+    assert chosen(asked, CPU, tmp_path / "new", tmp_path / "step-00000001") == ("bf16", "as it began")
+
+
+def test_auto_precision_of_an_earlier_versions_checkpoint_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9))
+    assert chosen(load(None), GPU, None, BEFORE / "checkpoints" / "step-00000006") == ("fp32", "as it began")
+
+
+def test_auto_precision_where_nothing_can_be_read_is_the_devices(tmp_path: Path) -> None:
+    assert chosen(TrainConfig(), CPU, None, tmp_path) == ("fp32", "the default on CPUs")
