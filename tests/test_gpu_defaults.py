@@ -1,0 +1,71 @@
+"""What is done otherwise on a GPU than on a CPU, by default: asked without one. Fusing: tests/gpu."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuboid import device
+from cuboid.comm.ledger import Ledger
+from cuboid.comm.transport.nccl import TIMED, Nccl
+from cuboid.layers import product
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import suitable_schedule
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def test_sub_batches_of_a_gpu_must_be_larger() -> None:
+    """A part of the residual stream is 4 MB at least there, and a matmul of one of four parts has 2048 rows."""
+    wide = ModelConfig("llama", layers=1, hidden=4096, heads=32, vocab=64, context=8192)
+
+    def parts(gpu: bool, cuboid: Cuboid, batch: int, seq: int) -> int:
+        return suitable_schedule(wide, cuboid, batch, seq, itemsize=2, gpu=gpu).parts
+
+    assert [parts(gpu, Cuboid(1, 4, 1), 4, 512) for gpu in (False, True)] == [2, 1]  # of 4 MB, the whole of it
+    assert [parts(gpu, Cuboid(1, 4, 1), 4, 1024) for gpu in (False, True)] == [2, 2]
+    assert [parts(gpu, Cuboid(1, 1, 4), 8, 512) for gpu in (False, True)] == [4, 2]  # of 512 rows
+    assert [parts(gpu, Cuboid(1, 1, 4), 8, 1024) for gpu in (False, True)] == [4, 4]
+
+
+def test_nccl_goes_before_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that are split from the world's take over its options."""
+    nccl = SimpleNamespace(Options=lambda **options: options)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
+    assert device.group_options(GPU) == {"is_high_priority_stream": True}
+    assert device.group_options(CPU) is None
+
+
+def test_one_of_seven_collectives_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+    event: Any = lambda enable_timing: made.append(1) or SimpleNamespace(record=lambda: None)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    group: Any = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
+    nccl, ledger = Nccl(group, 1, 4, None, False), Ledger()
+    stamps = [nccl.stamp([], ledger.launched("x", "all_gather", 8), listed=False) for _ in range(2 * TIMED)]
+    assert [each.weight for each in stamps if each] == 2 * [*[0] * (TIMED - 1), TIMED]
+    assert len(made) == 2 * 3
+    traced = nccl.stamp([], ledger.launched("x", "all_gather", 8), listed=True)
+    assert traced is not None
+    assert traced.weight == 1
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_wide_sums_of_matmuls_are_one_kernel(add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is dW of the head added up, chunk by chunk."""
+    asked = list[Any]()
+
+    def addmm(total: Tensor, A: Tensor, B: Tensor, out_dtype: torch.dtype, beta: float, out: Tensor) -> None:
+        asked.append((out_dtype, out is total))
+        out.copy_(beta * total + A.float() @ B.float())
+
+    monkeypatch.setattr(product, "is_gpu", lambda _: True)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    A, total = torch.full((2, 3), 0.5).bfloat16(), torch.ones(2, 2)
+    product.mm(A, A.T, total, add)
+    assert asked == [(torch.float32, True)]
+    assert total.unique().tolist() == [1.75 if add else 0.75]
