@@ -23,7 +23,7 @@ GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=24, vocab=37, context=24, 
 LLAMA = ModelConfig("llama", layers=1, hidden=24, heads=24, kv_heads=4, vocab=41, context=24, ffn=36, head_dim=2)
 QWEN2 = LLAMA.replace(qkv_bias=True)
 QWEN3 = LLAMA.replace(qk_norm=True, head_dim=4)
-PARTS = Schedule(parts=2)
+SUB_BATCHES = Schedule(sub_batches=2)
 OPTIONS = cycle(
     [
         (GPT2, 12, "fp64", Policy(head_elements=64), "none"),
@@ -39,17 +39,17 @@ CASES = [
     for cuboid, (config, batch, dtype, policy, recompute) in zip(factorisations(ranks), OPTIONS, strict=False)
 ] + [
     Case(GPT2, Cuboid(2, 3, 2), 12, 13),
-    Case(GPT2, Cuboid(2, 3, 2), 12, 13, schedule=PARTS),
-    Case(LLAMA, Cuboid(1, 2, 2), 4, 13, policy=Policy("retain"), recompute="full", schedule=PARTS),
-    Case(LLAMA, Cuboid(4, 2, 1), 4, 16, recompute="selective", schedule=PARTS),
+    Case(GPT2, Cuboid(2, 3, 2), 12, 13, schedule=SUB_BATCHES),
+    Case(LLAMA, Cuboid(1, 2, 2), 4, 13, policy=Policy("retain"), recompute="full", schedule=SUB_BATCHES),
+    Case(LLAMA, Cuboid(4, 2, 1), 4, 16, recompute="selective", schedule=SUB_BATCHES),
     Case(LLAMA.replace(kv_heads=24), Cuboid(2, 3, 2), 2, 24, schedule=Schedule(chunks=4)),
     Case(LLAMA, Cuboid(1, 2, 2), 1, 24, recompute="full", schedule=Schedule(chunks=3)),
-    Case(GPT2, Cuboid(1, 3, 2), 4, 13, policy=Policy("retain"), schedule=Schedule(parts=4, chunks=2)),
+    Case(GPT2, Cuboid(1, 3, 2), 4, 13, policy=Policy("retain"), schedule=Schedule(sub_batches=4, chunks=2)),
     Case(LLAMA, Cuboid(2, 1, 2, replicas=2), 4, 13),
     Case(GPT2, Cuboid(1, 3, 1, replicas=2), 2, 13, recompute="selective"),
     Case(QWEN2, Cuboid(2, 3, 2), 4, 13),
     Case(QWEN3, Cuboid(2, 3, 2), 4, 13),
-    Case(QWEN3, Cuboid(2, 1, 2, replicas=2), 4, 13, dtype="bf16", schedule=PARTS),
+    Case(QWEN3, Cuboid(2, 1, 2, replicas=2), 4, 13, dtype="bf16", schedule=SUB_BATCHES),
     Case(QWEN3, Cuboid(4, 2, 1), 2, 13, dtype="bf16", policy=Policy("retain")),
     Case(QWEN3.replace(kv_heads=2), Cuboid(4, 2, 1), 1, 16, recompute="none"),
     Case(QWEN3, Cuboid(1, 2, 2), 4, 13, recompute="selective", dtype="bf16"),
@@ -61,15 +61,15 @@ SELECTIVE, FULL, RETAIN = ("selective", Policy()), ("full", Policy("retain")), (
 FROZEN = [
     Case(config, cuboid, batch, 13, dtype, policy, recompute=recompute, schedule=schedule, freeze=freeze)  # type: ignore[arg-type]
     for config, cuboid, batch, dtype, (recompute, policy), schedule, freeze in [
-        (GPT2, Cuboid(2, 3, 2), 12, "fp64", SELECTIVE, PARTS, "embed|positions|blocks.0"),
-        (GPT2, Cuboid(2, 1, 2, replicas=2), 4, "bf16", RETAIN, PARTS, r"blocks\.0|norm1.bias"),
+        (GPT2, Cuboid(2, 3, 2), 12, "fp64", SELECTIVE, SUB_BATCHES, "embed|positions|blocks.0"),
+        (GPT2, Cuboid(2, 1, 2, replicas=2), 4, "bf16", RETAIN, SUB_BATCHES, r"blocks\.0|norm1.bias"),
         (GPT2, Cuboid(1, 2, 2), 4, "fp32", FULL, Schedule(chunks=2), r"positions|attention.[qk]|up.bias|down"),
-        (LLAMA, Cuboid(2, 2, 1), 4, "fp64", FULL, PARTS, r"embed|blocks|^norm"),
+        (LLAMA, Cuboid(2, 2, 1), 4, "fp64", FULL, SUB_BATCHES, r"embed|blocks|^norm"),
         (LLAMA, Cuboid(2, 2, 2), 2, "fp32", SELECTIVE, OFF, "embed|gate|attention.out"),
         (DEEP, Cuboid(2, 2, 2), 8, "fp32", RETAIN, Schedule(), r"embed|blocks.[02]"),
         (DEEP, Cuboid(4, 1, 2), 2, "fp32", ("none", Policy()), Schedule(), r"embed|blocks.[01]"),
         (QWEN3, Cuboid(2, 1, 2, replicas=2), 4, "fp32", ("none", Policy()), Schedule(), "norm_q|embed|attention.v"),
-        (QWEN2, Cuboid(1, 3, 2), 4, "fp64", ("none", Policy()), PARTS, "weight"),
+        (QWEN2, Cuboid(1, 3, 2), 4, "fp64", ("none", Policy()), SUB_BATCHES, "weight"),
         (LLAMA, Cuboid(4, 2, 1), 1, "fp32", ("none", Policy()), Schedule(), "embed|blocks|head"),
     ]
 ]

@@ -38,7 +38,7 @@ def trained(parallel: Parallel, recompute: str = "none") -> tuple[Transformer, l
 
 def differences(world: World, config: ModelConfig, shape: Cuboid, recompute: str) -> dict[str, float]:
     mesh = Mesh(shape, world.rank)
-    model, losses = trained(CuboidParallel(config, mesh, schedule=Schedule(parts=2)), recompute)
+    model, losses = trained(CuboidParallel(config, mesh, schedule=Schedule(sub_batches=2)), recompute)
     whole, wanted = trained(Serial(config))
     mesh.close()
     return {

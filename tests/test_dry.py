@@ -30,12 +30,12 @@ def test_planner_peak_of_micro_batches_matches_dry_run(micro_batches: int) -> No
     assert -0.02 < peak_error(work, cuboid, Choice()) < 0.02
 
 
-@pytest.mark.parametrize(("parts", "above"), [(1, 0.08), (2, 0.25)])
+@pytest.mark.parametrize(("sub_batches", "above"), [(1, 0.08), (2, 0.25)])
 @pytest.mark.parametrize("cuboid", [Cuboid(2, 2, 2), Cuboid(4, 2, 1)], ids=str)
-def test_planner_peak_of_forward_beside_backward_bounds_dry_run(cuboid: Cuboid, parts: int, above: float) -> None:
+def test_planner_peak_of_forward_beside_backward_bounds_dry_run(cuboid: Cuboid, sub_batches: int, above: float) -> None:
     """Whose turn it is follows from sizes, so two passes may be apart: the plan may be too high, hardly too low."""
     config = ModelConfig("gpt2", layers=6, hidden=256, heads=8, vocab=1000, context=128)
-    choice = Choice(schedule=Schedule(parts=parts, beside=True))
+    choice = Choice(schedule=Schedule(sub_batches=sub_batches, beside=True))
     assert -0.02 < peak_error(Work(config, 16, 128, micro_batches=3), cuboid, choice) < above
 
 

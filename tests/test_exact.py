@@ -37,7 +37,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "weights": ("regather", "retain"),
     "head": ("whole", "chunks"),
     "recompute": ("none", "selective", "full"),
-    "schedule": (OFF, PREFETCH, Schedule(parts=2), Schedule(chunks=2), Schedule(False, parts=2, chunks=3)),
+    "schedule": (OFF, PREFETCH, Schedule(sub_batches=2), Schedule(chunks=2), Schedule(False, sub_batches=2, chunks=3)),
     "smoothing": (0.0, 0.1),
     "z_loss": (0.0, 0.01),
     "ignore": (-100, 2),  # outside the vocabulary, and within

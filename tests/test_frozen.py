@@ -121,7 +121,7 @@ def deepcopy_with_gradients(model: Transformer) -> Transformer:
     ("shape", "schedule"),
     [
         (Cuboid(2, 2, 1), PREFETCH),
-        (Cuboid(1, 2, 2), Schedule(parts=2)),
+        (Cuboid(1, 2, 2), Schedule(sub_batches=2)),
         pytest.param(Cuboid(1, 1, 2, replicas=2), PREFETCH, marks=pytest.mark.slow),
         pytest.param(Cuboid(2, 1, 2), Schedule(chunks=2), marks=pytest.mark.slow),
     ],

@@ -24,7 +24,7 @@ from cuboid.step.schedule import OFF, Schedule
 GPT2 = ModelConfig("gpt2", 4, 128, 8, 500, 64)
 LLAMA = ModelConfig("llama", 4, 128, 16, 500, 64, kv_heads=8)
 WIDE = ModelConfig("gpt2", 3, 256, 8, 64, 32)  # few tokens: the fullest moment is a layer's first matmul, in backward
-PARTS = Schedule(parts=2)
+SUB_BATCHES = Schedule(sub_batches=2)
 CPU = PRESETS["cpu"]
 
 #: Model, cuboid, precision, choice, micro-batches, and how far the peak may be from the plan's.
@@ -38,9 +38,9 @@ CASES = [
     (LLAMA, Cuboid(2, 2, 1), "fp32", Choice("full"), 1, 0.003),
     (GPT2, Cuboid(2, 2, 1), "bf16", Choice("full", schedule=OFF), 1, 0.003),
     (LLAMA, Cuboid(2, 1, 2), "bf16", Choice("full", Policy("retain")), 1, 0.003),
-    (GPT2, Cuboid(2, 2, 1), "bf16", Choice(schedule=PARTS), 1, 0.03),
-    (LLAMA, Cuboid(1, 2, 2), "bf16", Choice(schedule=PARTS), 1, 0.03),
-    (LLAMA, Cuboid(2, 2, 1), "fp32", Choice("none", Policy("retain"), PARTS), 1, 0.03),
+    (GPT2, Cuboid(2, 2, 1), "bf16", Choice(schedule=SUB_BATCHES), 1, 0.03),
+    (LLAMA, Cuboid(1, 2, 2), "bf16", Choice(schedule=SUB_BATCHES), 1, 0.03),
+    (LLAMA, Cuboid(2, 2, 1), "fp32", Choice("none", Policy("retain"), SUB_BATCHES), 1, 0.03),
     (GPT2, Cuboid(2, 1, 1, replicas=2), "fp32", Choice(), 3, 0.003),
     (LLAMA, Cuboid(2, 2, 1), "fp32", Choice(), 3, 0.003),
 ]

@@ -45,8 +45,8 @@ LLAMA = ModelConfig("llama", layers=2, hidden=24, heads=12, kv_heads=2, vocab=37
 TIMEOUT = 20.0  # seconds: ranks that wait for each other in vain
 
 VALUES = [
-    Case(GPT2, Cuboid(2, 2, 1), 4, 12, schedule=Schedule(parts=2)),
-    Case(LLAMA, Cuboid(1, 2, 2), 4, 12, schedule=Schedule(parts=2, beside=True), micro_batches=2),
+    Case(GPT2, Cuboid(2, 2, 1), 4, 12, schedule=Schedule(sub_batches=2)),
+    Case(LLAMA, Cuboid(1, 2, 2), 4, 12, schedule=Schedule(sub_batches=2, beside=True), micro_batches=2),
     Case(GPT2, Cuboid(1, 2, 2), 2, 12, dropout=3, recompute="full", schedule=Schedule(chunks=2)),
     Case(LLAMA.replace(kv_heads=12), Cuboid(2, 1, 2), 1, 16, Policy("retain", "retain", 40), schedule=OFF),
     Case(LLAMA, Cuboid(1, 2, 1, replicas=2), 4, 7, recompute="selective", micro_batches=2),
@@ -100,7 +100,7 @@ CHECKS: dict[str, Check] = {
     "a pipeline": partial(test_pipeline.test_pipeline_step_matches_one_device, test_pipeline.FEW[0]),
     "a pipeline of sub-batches": partial(test_pipeline.test_pipeline_step_matches_one_device, test_pipeline.FEW[3]),
     "own model": lambda pools: test_own_model.test_own_model_matches_serial(
-        Cuboid(1, 2, 2), Schedule(parts=2), True, ""
+        Cuboid(1, 2, 2), Schedule(sub_batches=2), True, ""
     ),
     "encoder": partial(test_blocks.test_encoder_loss_and_gradients_match_serial, Cuboid(1, 2, 1, replicas=2), 2, 7),
     "sums of bf16": test_precision.test_gathered_adds_up_bf16_gradients_of_many_sub_batches,

@@ -143,8 +143,8 @@ def errors(world: World, shape: Cuboid, schedule: Schedule, recompute: bool, ord
     ("shape", "schedule", "recompute", "order"),
     [
         (Cuboid(2, 2, 1), Schedule(), False, ""),
-        (Cuboid(1, 2, 2), Schedule(parts=2), True, ""),
-        (Cuboid(2, 1, 2), Schedule(prefetch=False, parts=4, chunks=2), False, "F0 F1+B0 W0 B1 W1"),
+        (Cuboid(1, 2, 2), Schedule(sub_batches=2), True, ""),
+        (Cuboid(2, 1, 2), Schedule(prefetch=False, sub_batches=4, chunks=2), False, "F0 F1+B0 W0 B1 W1"),
         (Cuboid(1, 1, 2, replicas=2), Schedule(chunks=2), True, "F0 F1 B1 B0"),
     ],
     ids=lambda value: str(value) if isinstance(value, Cuboid) else "",

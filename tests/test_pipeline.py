@@ -143,7 +143,7 @@ def test_pipeline_rejects_bad_input_with_what_would_fit(attempt: Callable[[], An
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipeline_ranks_of_a_stage_launch_alike_and_messages_match(name: str) -> None:
-    case = case_of(GPT2.replace(layers=6), Cuboid(1, 2, 1, pipe=2), scheduled(name, parts=2), 4)
+    case = case_of(GPT2.replace(layers=6), Cuboid(1, 2, 1, pipe=2), scheduled(name, sub_batches=2), 4)
     more = case_of(LLAMA.replace(layers=7), Cuboid(2, 1, 1, pipe=3), scheduled(name), 3)
     assert silently([0], 1, differences, [case, more]) == [[]]
 
@@ -164,7 +164,7 @@ FEW = [
         scheduled("interleaved", split=(2, 1, 1, 1, 1, 1)),
         3,
     ),
-    case_of(LLAMA, Cuboid(1, 2, 1, pipe=3), scheduled("beside", parts=2, split=(3, 1, 1)), recompute="full"),
+    case_of(LLAMA, Cuboid(1, 2, 1, pipe=3), scheduled("beside", sub_batches=2, split=(3, 1, 1)), recompute="full"),
     case_of(GPT2, Cuboid(1, 1, 2, pipe=4), scheduled("gpipe"), 2),
     case_of(GPT2, Cuboid(2, 1, 1, pipe=2, order=("x", "pipe", "replicas", "y", "z")), scheduled("zero-bubble", 2)),
 ]
@@ -189,7 +189,7 @@ def many() -> list[Case]:
                     stages = 2 if name == "interleaved" else 1
                     config = (GPT2, LLAMA)[i % 2].replace(layers=9, tied=(i + data) % 2 == 0, heads=12)
                     split = (9 - (pipe * stages - 1), *(1,) * (pipe * stages - 1)) if i % 2 else ()
-                    schedule = scheduled(name, parts=1 + i % 2, split=split)
+                    schedule = scheduled(name, sub_batches=1 + i % 2, split=split)
                     found.append(case_of(config, cuboid, schedule, recompute=("none", "selective", "full")[i % 3]))
     return found
 

@@ -28,7 +28,12 @@ HELD = [
     (GPT2, Cuboid(2, 2, 1, pipe=4), Choice(schedule=scheduled("interleaved")), "nccl"),
     (GPT2, Cuboid(2, 2, 1, pipe=4), Choice(schedule=scheduled("zero-bubble")), "nccl"),
     (LLAMA, Cuboid(1, 2, 2, pipe=3), Choice("full", schedule=scheduled("1f1b", split=(4, 3, 2))), "gloo"),
-    (LLAMA, Cuboid(2, 1, 2, 2, pipe=2), Choice("selective", Policy("retain"), scheduled("1f1b", parts=2)), "gloo"),
+    (
+        LLAMA,
+        Cuboid(2, 1, 2, 2, pipe=2),
+        Choice("selective", Policy("retain"), scheduled("1f1b", sub_batches=2)),
+        "gloo",
+    ),
     (LLAMA, Cuboid(1, 1, 2, pipe=4), Choice(schedule=scheduled("zero-bubble")), "gloo"),
 ]
 

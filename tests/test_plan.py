@@ -34,7 +34,7 @@ from cuboid.step.schedule import Schedule
 from cuboid.train.config import OptimizerSection
 from cuboid.train.optimizer import adamw
 
-PARTS = Schedule(parts=2)
+SUB_BATCHES = Schedule(sub_batches=2)
 GPT2 = ModelConfig("gpt2", layers=2, hidden=24, heads=24, vocab=37, context=16, ffn=40)
 LLAMA = ModelConfig(
     "llama", layers=STEADY + 2, hidden=24, heads=24, kv_heads=4, vocab=41, context=16, ffn=36, head_dim=2
@@ -46,8 +46,8 @@ OPTIONS = [
     (12, "fp32", Choice("none", Policy(head_elements=64))),
     (2, "bf16", Choice("selective", Policy("retain"))),
     (4, "bf16", Choice("full", Policy("regather", "retain"))),
-    (24, "fp32", Choice("full", Policy("retain", "retain", 64), PARTS)),
-    (48, "bf16", Choice("none", Policy(), PARTS)),
+    (24, "fp32", Choice("full", Policy("retain", "retain", 64), SUB_BATCHES)),
+    (48, "bf16", Choice("none", Policy(), SUB_BATCHES)),
 ]
 
 
@@ -68,7 +68,7 @@ def test_planner_step_totals_match_cost_formulas(config: ModelConfig, freeze: st
         if config.heads % (cuboid.y * cuboid.z) or config.hidden % cuboid.z:
             continue
         sizes = Sizes(config, [cuboid], 8, batch, 13)
-        if sizes.b[0] % choice.schedule.parts:
+        if sizes.b[0] % choice.schedule.sub_batches:
             continue
         work = Work(config, batch, 13, precision, freeze=freeze)
         totals = step_totals(prices_of(A100, work, sizes), work, sizes, choice)
@@ -99,7 +99,7 @@ def test_planner_extrapolates_deep_models_from_few_layers(monkeypatch: pytest.Mo
     cases = [
         (cuboid, choice)
         for cuboid in (Cuboid(64, 1, 1), Cuboid(8, 4, 2), Cuboid(2, 2, 1, 16))
-        for choice in (Choice(), Choice("full", Policy("retain", "retain"), PARTS))
+        for choice in (Choice(), Choice("full", Policy("retain", "retain"), SUB_BATCHES))
     ]
     few = [predict(H100, work, *case).seconds for case in cases]
     monkeypatch.setattr("cuboid.plan.step.STEADY", 10)
@@ -206,9 +206,9 @@ def test_planner_groups_cross_unevenly_split_nodes() -> None:
 
 def test_planner_predicts_gain_from_overlap_and_sub_batches() -> None:
     work, cuboid = Work(MODELS["llama-3-8b"], 64, 4096), Cuboid(8, 4, 2)
-    hidden = predict(H100, work, cuboid, Choice(schedule=PARTS))
+    hidden = predict(H100, work, cuboid, Choice(schedule=SUB_BATCHES))
     assert hidden.seconds < predict(H100, work, cuboid, Choice()).seconds
-    assert hidden.seconds < predict(H100, work, cuboid, Choice(schedule=PARTS), overlap=False).seconds
+    assert hidden.seconds < predict(H100, work, cuboid, Choice(schedule=SUB_BATCHES), overlap=False).seconds
 
 
 # Memory and dry runs
@@ -278,7 +278,10 @@ def test_memory_of_sending_ranks_equals_silent_ones(pool) -> None:
 def test_dry_run_counts_match_plan(cuboid: Cuboid, special: dict[str, bool]) -> None:
     """64, 512 and 4,096 ranks."""
     config = ModelConfig("llama", layers=2, hidden=1024, heads=64, kv_heads=8, vocab=5000, context=512, **special)
-    work, choice = Work(config, 64, 256), Choice("selective", Policy("retain"), PARTS if cuboid.x < 64 else Schedule())
+    work, choice = (
+        Work(config, 64, 256),
+        Choice("selective", Policy("retain"), SUB_BATCHES if cuboid.x < 64 else Schedule()),
+    )
     found = compare(dry_run(work, cuboid, choice, backend="nccl"), predict(H100, work, cuboid, choice), work)
     assert [each.what for each in found if not each.ok] == []
     assert {"x all_gather, bytes", "FLOPs", "bytes saved for backward"} <= {each.what for each in found}

@@ -50,8 +50,8 @@ def matrix_errors(world: World, shape: Cuboid, dtype: torch.dtype) -> list[float
     """Of the gradients of all linears of blocks, for one, two and four sub-batches."""
     mesh, batch, found = Mesh(shape, world.rank), random_batch(8 * shape.x, 32), []
     wanted = backward(Serial(MODEL), batch, torch.float64)
-    for parts in (1, 2, 4):
-        parallel = CuboidParallel(MODEL, mesh, dtype=dtype, schedule=Schedule(parts=parts))
+    for count in (1, 2, 4):
+        parallel = CuboidParallel(MODEL, mesh, dtype=dtype, schedule=Schedule(sub_batches=count))
         model, pairs = backward(parallel, batch, torch.float32, scale=256.0), list[tuple[Tensor, Tensor]]()
         for name, parameter, d in declared(model):
             reference = wanted.get_parameter(name).grad
@@ -79,16 +79,16 @@ def accumulated_errors(world: World) -> list[float]:
     """Of a weight whose gradient is made by two matmuls and by 64, in bf16."""
     dice, found = torch.Generator().manual_seed(0), []
     dY, X = (torch.randn(4096, n, generator=dice) + 0.5 for n in (8, 16))
-    for parts in (2, 64):
-        found.append(parts_error(dY.bfloat16(), X.bfloat16(), parts))
+    for count in (2, 64):
+        found.append(sub_batch_error(dY.bfloat16(), X.bfloat16(), count))
     return found
 
 
-def parts_error(dY: Tensor, X: Tensor, parts: int) -> float:
+def sub_batch_error(dY: Tensor, X: Tensor, count: int) -> float:
     weight = torch.nn.Parameter(torch.zeros(dY.shape[1], X.shape[1]))
     bucket = Bucket({weight: Spec(tuple(weight.shape), ((), ()))}, Mesh(Cuboid(), alone=True), torch.bfloat16)
-    w = Gathered([bucket], bucket.gather()(), parts, late=False)
-    for one, other in zip(dY.chunk(parts), X.chunk(parts), strict=True):
+    w = Gathered([bucket], bucket.gather()(), count, late=False)
+    for one, other in zip(dY.chunk(count), X.chunk(count), strict=True):
         weight_gradient(one[None], other[None], *w.gradient([weight]))
     ((_, land),) = w.reduce()
     (found,) = land().values()

@@ -73,7 +73,7 @@ def cases(draw: st.DrawFn, most: int) -> Case:
         seed=draw(st.integers(0, 99)),
         schedule=Schedule(
             prefetch=draw(st.booleans()),
-            parts=draw(st.integers(1, 4)),
+            sub_batches=draw(st.integers(1, 4)),
             chunks=draw(st.integers(1, 3)),
             beside=draw(st.booleans()),
             pipeline=pipeline,
@@ -102,7 +102,7 @@ UNEVEN = Case(
     Cuboid(2, 3, 1),
     batch=3,
     seq=12,
-    schedule=Schedule(parts=3),
+    schedule=Schedule(sub_batches=3),
 )
 
 
@@ -116,7 +116,7 @@ FEW_WORDS = Case(
     Cuboid(2, 4, 1),
     batch=4,
     seq=12,
-    schedule=Schedule(parts=2),
+    schedule=Schedule(sub_batches=2),
     micro_batches=2,
 )
 
@@ -127,6 +127,6 @@ def test_cuboid_parallel_launches_alike_where_ranks_own_no_words() -> None:
 
 @pytest.mark.slow
 def test_verify_passes_where_ranks_pick_unequal_key_heads(cuboid: Command) -> None:
-    options = "--family llama --cuboid 2,3,1 --heads 6 --kv-heads 2 --hidden 96 --seq 12 --vocab 64 --batch 3 --parts 3"
-    said = cuboid("verify", *options.split())
+    options = "--family llama --cuboid 2,3,1 --heads 6 --kv-heads 2 --hidden 96 --seq 12 --vocab 64 --batch 3"
+    said = cuboid("verify", *options.split(), "--sub-batches", 3)
     assert said.code == 0, said.out

@@ -37,17 +37,17 @@ class Case(NamedTuple):
 CASES = [
     Case(GPT2),
     Case(GPT2.replace(tied=False, bias=False), SMOOTH),
-    Case(GPT2, SMOOTH, "selective", Schedule(parts=2)),
+    Case(GPT2, SMOOTH, "selective", Schedule(sub_batches=2)),
     Case(LLAMA),
     Case(LLAMA.replace(tied=True, bias=True), SMOOTH),
-    Case(LLAMA.replace(kv_heads=1), Loss(z_loss=0.01), "full", Schedule(parts=4)),
+    Case(LLAMA.replace(kv_heads=1), Loss(z_loss=0.01), "full", Schedule(sub_batches=4)),
     Case(LLAMA.replace(kv_heads=6), Loss(label_smoothing=0.2)),
 ]
 
 
 def name_of(case: Case) -> str:
     c = case.config
-    return f"{c.family}-{'tied' if c.tied else 'untied'}-kv{c.kv_heads}-{case.recompute}-{case.schedule.parts}"
+    return f"{c.family}-{'tied' if c.tied else 'untied'}-kv{c.kv_heads}-{case.recompute}-{case.schedule.sub_batches}"
 
 
 def serial_model(case: Case) -> Transformer:

@@ -32,7 +32,7 @@ from cuboid.step.runner import At
 from cuboid.step.schedule import OFF, PREFETCH, Clock, Schedule, Task, interleave, parse
 
 Pools = Callable[[int], Pool]
-PARTS, CHUNKS = Schedule(parts=4), Schedule(chunks=2)
+SUB_BATCHES, CHUNKS = Schedule(sub_batches=4), Schedule(chunks=2)
 MODEL = ModelConfig("llama", layers=3, hidden=24, heads=12, kv_heads=12, vocab=37, context=12, dropout=0.1)
 
 
@@ -60,7 +60,7 @@ def test_schedule_does_not_change_gradients(shape: Cuboid, pool: Pools) -> None:
     for schedule in (OFF, PREFETCH):
         for rank, (gradients, _) in enumerate(run(stepped, shape, schedule)):
             assert all(map(torch.equal, gradients, plain[rank][0]))
-    for schedule in (PARTS, CHUNKS):
+    for schedule in (SUB_BATCHES, CHUNKS):
         for rank, (gradients, _) in enumerate(run(stepped, shape, schedule)):
             for a, b in zip(gradients, plain[rank][0], strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -85,7 +85,7 @@ def test_schedule_compile_matches_one_device(family: Any, pool: Pools) -> None:
 def test_schedule_sets_collective_launch_order(pool: Pools) -> None:
     """On x alone the collectives are the weights'; on the other axes the activations'."""
     shape = Cuboid(2, 2, 1)
-    spans = {s: pool(4).run(stepped, shape, s)[0][1] for s in (OFF, PREFETCH, PARTS)}
+    spans = {s: pool(4).run(stepped, shape, s)[0][1] for s in (OFF, PREFETCH, SUB_BATCHES)}
     order = {
         s: [span.axis + ("" if span.kind == "all_gather" else "'") for span in found] for s, found in spans.items()
     }
@@ -93,11 +93,11 @@ def test_schedule_sets_collective_launch_order(pool: Pools) -> None:
     # the next block's where they were
     assert order[OFF][:4] == ["x", "y'", "x", "y"]
     assert order[PREFETCH][:5] == ["x", "x", "y'", "x", "y"]
-    # parts: all have left the embedding, and the next block's weights are on their way, when the first gathers its X;
-    # all gather theirs before the first multiplies
-    assert order[PARTS][:11] == ["x", "x", *["y'"] * 4, "x", *["y"] * 4]
+    # sub-batches: all have left the embedding, and the next block's weights are on their way, when the first gathers
+    # its X; all gather theirs before the first multiplies
+    assert order[SUB_BATCHES][:11] == ["x", "x", *["y'"] * 4, "x", *["y"] * 4]
     over_x = {s: sum(axis.startswith("x") for axis in found) for s, found in order.items()}
-    assert over_x[PREFETCH] == over_x[PARTS] == over_x[OFF] - 1  # the last block's stay
+    assert over_x[PREFETCH] == over_x[SUB_BATCHES] == over_x[OFF] - 1  # the last block's stay
     # backward: the block before is on its way before this one's products are done
     last = len(order[PREFETCH]) - 1 - order[PREFETCH][::-1].index("x")
     assert order[PREFETCH][last:].count("y") > order[OFF][len(order[OFF]) - 1 - order[OFF][::-1].index("x") :].count(
@@ -258,18 +258,18 @@ def test_schedule_without_overlap_waits_at_each_launch(pool: Pools) -> None:
 @pytest.mark.parametrize(
     ("batch", "seq", "shape", "suits"),
     [
-        (8, 1024, (2, 2, 1), Schedule(parts=2)),
-        (4, 1024, (2, 2, 1), Schedule(parts=2)),
+        (8, 1024, (2, 2, 1), Schedule(sub_batches=2)),
+        (4, 1024, (2, 2, 1), Schedule(sub_batches=2)),
         (2, 1024, (2, 2, 1), Schedule(chunks=2)),  # one sample a rank
         (1, 8192, (1, 1, 2), Schedule(chunks=4)),
-        (4, 1024, (1, 1, 2), Schedule(parts=4)),  # z cuts
-        (4, 256, (1, 1, 2), Schedule(parts=2)),  # too few tokens for four
-        (2, 1024, (1, 1, 2), Schedule(parts=2)),
+        (4, 1024, (1, 1, 2), Schedule(sub_batches=4)),  # z cuts
+        (4, 256, (1, 1, 2), Schedule(sub_batches=2)),  # too few tokens for four
+        (2, 1024, (1, 1, 2), Schedule(sub_batches=2)),
         (8, 8, (2, 2, 1), PREFETCH),  # small
         (8, 1024, (4, 1, 1), PREFETCH),  # no activations move
     ],
 )
-def test_suitable_schedule_picks_parts_by_size(
+def test_suitable_schedule_picks_sub_batches_by_size(
     batch: int, seq: int, shape: tuple[int, int, int], suits: Schedule
 ) -> None:
     model, cuboid = MODEL.replace(hidden=144), Cuboid(*shape)
@@ -281,9 +281,9 @@ def test_suitable_schedule_picks_parts_by_size(
 
 
 def peaks(world: World, config: ModelConfig) -> list[int]:
-    """Without prefetching, with it, and with parts of the batch."""
+    """Without prefetching, with it, and with sub-batches."""
     found = []
-    for schedule in (OFF, PREFETCH, PARTS):
+    for schedule in (OFF, PREFETCH, SUB_BATCHES):
         parallel = CuboidParallel(config, Mesh(Cuboid(2, 2, 1), world.rank), schedule=schedule)
         model, place = Transformer(parallel, recompute="full"), parallel.place(8, 12)
         with Memory(model) as memory:
@@ -318,7 +318,7 @@ def late(world: World, shape: Cuboid, steps: int) -> list[float]:
         return call
 
     meshes = [Mesh(shape, world.rank), Mesh(shape, world.rank, per_host=1)]
-    config, schedules = MODEL.replace(layers=2), (Schedule(parts=2, beside=True), Schedule(chunks=2))
+    config, schedules = MODEL.replace(layers=2), (Schedule(sub_batches=2, beside=True), Schedule(chunks=2))
     models = [
         Transformer(CuboidParallel(config, mesh, schedule=schedule), seed=2)
         for mesh, schedule in zip(meshes, schedules, strict=True)

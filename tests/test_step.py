@@ -77,9 +77,9 @@ def errors_of_ways(world: World, shape: Cuboid, config: ModelConfig, schedule: S
     ("shape", "config", "schedule"),
     [
         (Cuboid(2, 2, 1), GPT2, PREFETCH),
-        (Cuboid(1, 2, 2), LLAMA, Schedule(parts=2)),
+        (Cuboid(1, 2, 2), LLAMA, Schedule(sub_batches=2)),
         (Cuboid(2, 1, 2), LLAMA, Schedule(prefetch=False)),
-        (Cuboid(1, 2, 1, replicas=2), GPT2, Schedule(parts=2, chunks=2)),
+        (Cuboid(1, 2, 1, replicas=2), GPT2, Schedule(sub_batches=2, chunks=2)),
     ],
     ids=lambda value: str(value) if isinstance(value, Cuboid) else "",
 )
@@ -96,9 +96,9 @@ ORDERS = ("F0 B0 F1 B1", "F0 F1+B0 B1", "F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1+B0 
 Setting = tuple[ModelConfig, Schedule, Recompute, Policy]
 SETTINGS: list[Setting] = [
     (GPT2, PREFETCH, "full", Policy()),
-    (LLAMA, Schedule(parts=2), "selective", Policy("retain")),
-    (LLAMA, Schedule(False, parts=4), "none", Policy(weights="retain")),
-    (GPT2, Schedule(parts=2, chunks=2), "full", Policy("retain", "retain", head_elements=50)),
+    (LLAMA, Schedule(sub_batches=2), "selective", Policy("retain")),
+    (LLAMA, Schedule(False, sub_batches=4), "none", Policy(weights="retain")),
+    (GPT2, Schedule(sub_batches=2, chunks=2), "full", Policy("retain", "retain", head_elements=50)),
 ]
 
 
@@ -195,7 +195,7 @@ def test_model_second_backward_says_why_not(pool: Pools) -> None:
 def hook_counts(world: World, shape: Cuboid) -> tuple[set[int], set[int]]:
     """How often a parameter's hook is called: by two backwards, and by a step of two micro-batches."""
     mesh = Mesh(shape, world.rank)
-    model = model_on(CuboidParallel(GPT2, mesh, schedule=Schedule(parts=2)))
+    model = model_on(CuboidParallel(GPT2, mesh, schedule=Schedule(sub_batches=2)))
     batches, calls, found = batches_on(model.parallel), dict[int, int](), []
     for i, parameter in enumerate(model.parameters()):
         parameter.register_post_accumulate_grad_hook(lambda _, i=i: calls.update({i: calls.get(i, 0) + 1}))

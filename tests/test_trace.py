@@ -111,7 +111,7 @@ def left(run: Path) -> tuple[list[Any], dict[str, bytes]]:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(("overlap.sub_batches=2", "data.micro_batches=2", "model.layers=2"), id="parts"),
+        pytest.param(("overlap.sub_batches=2", "data.micro_batches=2", "model.layers=2"), id="sub-batches"),
         pytest.param(("data.batch=1", "precision.dtype=fp16"), id="context", marks=pytest.mark.slow),
     ],
 )

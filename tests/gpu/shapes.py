@@ -20,16 +20,16 @@ from cuboid.step.schedule import Schedule
 LLAMA_8B = ModelConfig("llama", layers=2, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, context=8192)
 LLAMA = ModelConfig("llama", layers=2, hidden=64, heads=8, kv_heads=8, ffn=96, vocab=37, context=64)
 GPT2 = ModelConfig("gpt2", layers=2, hidden=64, heads=8, vocab=37, context=64, dropout=0.1)
-PARTS = Schedule(parts=2)
+SUB_BATCHES = Schedule(sub_batches=2)
 
 #: Model, cuboid, batch, sequence and options of a step: every axis, precision, recomputation and schedule.
 CASES: dict[str, tuple[ModelConfig, Cuboid, int, int, dict[str, Any]]] = {
     "x": (LLAMA, Cuboid(8, 1, 1), 8, 32, {}),
     "x without prefetch": (LLAMA, Cuboid(4, 1, 1), 8, 32, {"schedule": Schedule(prefetch=False)}),
-    "y": (GPT2, Cuboid(1, 4, 1), 8, 32, {"schedule": PARTS}),
-    "z in fp32": (LLAMA, Cuboid(1, 1, 4), 8, 32, {"precision": "fp32", "schedule": PARTS}),
-    "xyz in four": (LLAMA, Cuboid(2, 2, 2), 8, 32, {"schedule": Schedule(parts=4)}),
-    "xyz recomputed": (LLAMA, Cuboid(2, 2, 2), 8, 32, {"schedule": PARTS, "recompute": "full"}),
+    "y": (GPT2, Cuboid(1, 4, 1), 8, 32, {"schedule": SUB_BATCHES}),
+    "z in fp32": (LLAMA, Cuboid(1, 1, 4), 8, 32, {"precision": "fp32", "schedule": SUB_BATCHES}),
+    "xyz in four": (LLAMA, Cuboid(2, 2, 2), 8, 32, {"schedule": Schedule(sub_batches=4)}),
+    "xyz recomputed": (LLAMA, Cuboid(2, 2, 2), 8, 32, {"schedule": SUB_BATCHES, "recompute": "full"}),
     "xyz, attention recomputed": (LLAMA, Cuboid(2, 2, 2), 4, 32, {"recompute": "selective"}),
     "xyz in chunks and fp16": (GPT2, Cuboid(2, 2, 2), 2, 32, {"schedule": Schedule(chunks=2), "precision": "fp16"}),
     "x through the sequence": (LLAMA, Cuboid(4, 2, 1), 1, 32, {}),

@@ -243,7 +243,7 @@ def train_command(ranking: Ranking, source: str) -> str:
     values |= {"data.batch": w.batch * w.micro_batches, "data.micro_batches": w.micro_batches, "data.seq": w.seq}
     values |= {"precision.dtype": w.precision, "memory.recompute": choice.recompute}
     values |= {"memory.activations": choice.policy.activations, "memory.weights": choice.policy.weights}
-    values |= {"overlap.sub_batches": 0 if choice.schedule.parts > 1 else 1, "overlap.chunks": 1}
+    values |= {"overlap.sub_batches": 0 if choice.schedule.sub_batches > 1 else 1, "overlap.chunks": 1}
     if k.pipe > 1:
         s = choice.schedule
         values |= {"overlap.pipeline": s.pipeline, "overlap.stages": s.stages, "overlap.split": list(s.split)}
@@ -254,9 +254,8 @@ def train_command(ranking: Ranking, source: str) -> str:
 def described(choice: Choice) -> str:
     kept = {("regather", "regather"): "–", ("retain", "regather"): "X", ("regather", "retain"): "W"}
     policy = kept.get((choice.policy.activations, choice.policy.weights), "X W")
-    return (
-        f"{choice.recompute}, {policy}{f', {choice.schedule.parts} sub-batches' if choice.schedule.parts > 1 else ''}"
-    )
+    count = choice.schedule.sub_batches
+    return f"{choice.recompute}, {policy}{f', {count} sub-batches' if count > 1 else ''}"
 
 
 def inner(cuboid: Cuboid) -> str:
@@ -386,7 +385,7 @@ def export(
             "recompute": plan.choice.recompute,
             "activations": plan.choice.policy.activations,
             "weights": plan.choice.policy.weights,
-            "sub_batches": plan.choice.schedule.parts,
+            "sub_batches": plan.choice.schedule.sub_batches,
             "pipeline": plan.choice.schedule.pipeline if plan.places else None,
             "stages": plan.choice.schedule.stages,
             "split": plan.choice.schedule.split,

@@ -186,7 +186,7 @@ def training(case: Case, steps: int) -> TrainConfig:
         schedule=replace(default.schedule, steps=steps, warmup=min(steps, default.schedule.warmup)),
         precision=replace(default.precision, dtype="bf16" if case.dtype == "bf16" else "fp32"),
         memory=MemorySection(case.policy.activations, case.policy.weights, case.recompute, case.policy.head_elements),
-        overlap=OverlapSection(s.prefetch, s.parts, s.chunks),
+        overlap=OverlapSection(s.prefetch, s.sub_batches, s.chunks),
         loss=LossSection(case.loss.label_smoothing, case.loss.z_loss),
     )
 

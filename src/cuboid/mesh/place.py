@@ -51,8 +51,8 @@ class Place:
             self._turns[dtype] = cos, sin
         return self._turns.get(dtype)
 
-    def parts(self, count: int) -> list["Place"]:
-        """This rank's samples in so many equal parts, or in one where they cannot be cut so."""
+    def sub_batches(self, count: int) -> list["Place"]:
+        """Splits this rank's samples into `count` equal sub-batches; into one if they cannot be split evenly."""
         if count == 1 or len(self.samples) % count:
             return [self]
         chunks = (each.chunk(count) for each in (self.samples, self.residual.b, self.logits.b))

@@ -54,11 +54,11 @@ SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
 #: What products are computed in, by its name; None: as weights are stored.
 COMPUTE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-#: Bytes of a part of the residual stream, on a CPU and on a GPU: below them a collective is mostly latency, and more of
-#: them cost more than they hide. Measured on CPUs; for a GPU, what NCCL sends in its latency of some 10 µs at 400 GB/s.
-LEAST_PART = (1 << 17, 1 << 22)
+#: Least bytes of a sub-batch's residual stream, on a CPU and on a GPU. Smaller collectives are mostly latency, and cost
+#: more than they hide. Measured on CPUs; for a GPU, what NCCL sends in its latency of some 10 µs at 400 GB/s.
+LEAST_SUB_BATCH = (1 << 17, 1 << 22)
 
-#: Tokens that a product of one of four parts has: with fewer, products take longer than what they hide.
+#: Least tokens of a linear if there are four sub-batches: with fewer, its matmul takes longer than what it hides.
 LEAST_ROWS = (512, 2048)
 
 
@@ -199,18 +199,18 @@ def residual_dropout(config: ModelConfig, name: str, fuse: Fuse = plain) -> Laye
 def suitable_schedule(
     config: ModelConfig, cuboid: Cuboid, batch: int, seq: int, itemsize: int, apart: bool = True, gpu: bool = False
 ) -> Schedule:
-    """Where activations move and are large enough for it to pay: two parts of a batch, or chunks. Four where they
-    move over z, which scatters and gathers the MLP's widest rows with next to nothing to compute between, and there
-    are tokens enough. Where messages are made by the processors that compute (not `apart`) nothing can be hidden, and
-    parts only cost."""
+    """Two sub-batches, or chunks, where activations are sent and are large enough for it to pay. Four sub-batches where
+    they are sent over z, which scatters and gathers the MLP's widest rows with next to nothing to compute between, if
+    there are enough tokens. None where the processors that compute make the messages too (not `apart`): nothing can
+    overlap there."""
     samples = batch // cuboid.replicas // gcd(batch // cuboid.replicas, cuboid.x)
-    most = batch * seq * config.hidden * itemsize // cuboid.ranks // LEAST_PART[gpu]
+    most = batch * seq * config.hidden * itemsize // cuboid.ranks // LEAST_SUB_BATCH[gpu]
     if cuboid.y * cuboid.z == 1 or most < 2 or not apart:
         return PREFETCH
     four = cuboid.z > 1 and batch * seq // (cuboid.replicas * cuboid.x) >= 4 * LEAST_ROWS[gpu]
     wanted = (4, 2) if four else (2,)
-    parts = next((n for n in wanted if n <= most and samples % n == 0), 1)
-    return Schedule(parts=parts) if parts > 1 else Schedule(chunks=min(4, most))
+    count = next((n for n in wanted if n <= most and samples % n == 0), 1)
+    return Schedule(sub_batches=count) if count > 1 else Schedule(chunks=min(4, most))
 
 
 def dealt(s: int, parts: int, index: int) -> tuple[Tensor, ...]:

@@ -114,7 +114,12 @@ def _step(hw: Hardware, row: dict[str, Any]) -> Step:
     sizes = {key: value for key, value in problem["config"].items() if key in known}
     if sizes.get("rope_scaling"):
         sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
-    config, batch, seq, schedule = ModelConfig(**sizes), problem["batch"], problem["seq"], Schedule(**row["schedule"])
+    config, batch, seq, schedule = (
+        ModelConfig(**sizes),
+        problem["batch"],
+        problem["seq"],
+        Schedule.stored(row["schedule"]),
+    )
     policy = Policy(**{each.name: problem["policy"][each.name] for each in fields(Policy)})
     predicted = predict(hw, Work(config, batch, seq, "fp32"), cuboid, Choice("none", policy, schedule))
     step = row["spread"]["step"]

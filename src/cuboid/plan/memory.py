@@ -97,7 +97,7 @@ class _Moments(Operands):
     def both(self) -> list[Moment]:
         """A layer's backward beside the forward of the next micro-batch, at the same pace: that has passed as many
         layers. Sub-batches are up to a layer apart, either way."""
-        s, apart, ups = self.s, int(self.parts > 1), 2 if self.c.gated else 1
+        s, apart, ups = self.s, int(self.sub_batches > 1), 2 if self.c.gated else 1
         operands = self.narrow * (s.y > 1) + self.scattered(s.z, ups * self.spread) + self.dX
         found = []
         for j in self.chosen():
@@ -105,7 +105,7 @@ class _Moments(Operands):
             passed = min(j + apart, self.backward)
             held = self.gathered * (1 + apart) + self.coming * self.choice.schedule.prefetch
             held = np.where(self.kept > 0, self.kept * passed, held)
-            buffers = buffers + held + operands * (self.parts + 1) // (2 * self.parts)
+            buffers = buffers + held + operands * (self.sub_batches + 1) // (2 * self.sub_batches)
             found.append((gradients, activations + (passed + apart * (j > 1)) * self.layer, buffers))
         return found
 
@@ -121,22 +121,22 @@ class _Moments(Operands):
     # The head
 
     def head(self) -> Moment:
-        s, parts, w = self.s, self.parts, self.s.head_weight
+        s, n, w = self.s, self.sub_batches, self.s.head_weight
         last = self.gathered * (self.kept == 0) * self.choice.schedule.prefetch * self.segment.whole
         held = self.kept * self.backward + last * (self.backward > 0) + self.behind(MOST_IN_FLIGHT)
-        one, dW = self.narrow // parts, self.trained.head * w.n * w.k * self.wide
-        others = (parts - 1) * self.scattered(s.y, one)  # dX of other sub-batches, on its way
+        one, dW = self.narrow // n, self.trained.head * w.n * w.k * self.wide
+        others = (n - 1) * self.scattered(s.y, one)  # dX of other sub-batches, on its way
         weight = self.padded(w) * self.moved
         inside = weight + dW + 2 * one + others + self.chunk()  # X and dX of this one
-        ending = weight + dW + parts * self.scattered(s.y, one)
+        ending = weight + dW + n * self.scattered(s.y, one)
         reduced = self.dX + self.trained.head * np.maximum(weight + self.launched(w, dW), self.landing(w))
         return self.none(), self.saved - self.head_saved, held + np.maximum.reduce([inside, ending, reduced])
 
     def chunk(self) -> Array:
         """At most. Some of it is left until the next one's takes its place."""
-        s, e, low, parts = self.s, self.e, self.low, self.choice.schedule.parts
-        length = s.chunk(self.choice.policy.head_elements, parts)
-        again, rows = length < s.s, length * (s.b // parts)
+        s, e, low, sub_batches = self.s, self.e, self.low, self.choice.schedule.sub_batches
+        length = s.chunk(self.choice.policy.head_elements, sub_batches)
+        again, rows = length < s.s, length * (s.b // sub_batches)
         partial, logits = rows * s.vocab * e, rows // s.z * s.vocab * self.wide
         dlogits = partial * ((s.z > 1) | low)  # whole over z; else they are the logits' memory
         left = logits + dlogits + 4 * rows // s.z * s.y * self.wide  # and the parts of the loss
@@ -208,8 +208,8 @@ class _Moments(Operands):
         buffers = np.maximum.reduce([self.down(), self.nonlinear(), self.up(), self.first()]) + self.dX
         if self.choice.recompute == "full":
             buffers = np.maximum(buffers, self.computed_again() + self.dX)
-        parts = self.parts
-        buffers = buffers * (parts + 1) // (2 * parts)  # of other parts only what is in flight
+        n = self.sub_batches
+        buffers = buffers * (n + 1) // (2 * n)  # of other sub-batches only what is in flight
         if self.choice.recompute == "full":
             buffers, activations = buffers + self.recomputed(), activations - self.layer
         return gradients, activations, self.gathered + self.ahead(j) + buffers
@@ -259,7 +259,7 @@ class _Moments(Operands):
         return self.gradients() - tables - self.apart * flying
 
     def lookup(self) -> Moment:
-        rows = self.m // self.parts * self.s.d * (self.e + self.low * self.wide)
+        rows = self.m // self.sub_batches * self.s.d * (self.e + self.low * self.wide)
         tables = sum((w.n + 1) * w.k for w in self.tables()) * self.wide
         return self.others(), self.none(), tables + rows + self.apart * self.flying(self.backward) * self.way
 

@@ -25,9 +25,13 @@ class Operands:
         self.c, self.s, self.choice, self.saved, self.segment = work.config, s, choice, saved, segment
         self._shards: dict[frozenset[str], Array] = {}
         self._reduced: dict[frozenset[str], Array] = {}
-        self.e, self.micro_batches, self.parts = ITEMSIZE[work.precision], work.micro_batches, choice.schedule.parts
+        self.e, self.micro_batches, self.sub_batches = (
+            ITEMSIZE[work.precision],
+            work.micro_batches,
+            choice.schedule.sub_batches,
+        )
         self.wide, self.low = max(self.e, 4), self.e < 4
-        self.g = self.wide if self.parts > 1 else self.e  # a weight's gradient: sub-batches add up in fp32
+        self.g = self.wide if self.sub_batches > 1 else self.e  # a weight's gradient: sub-batches add up in fp32
         self.m, self.narrow, self.spread = s.m, s.m * s.d * self.e, s.m * s.f * self.e
         self.apart = s.x > 1
         self.trained = Trained(work.config, work.freeze)

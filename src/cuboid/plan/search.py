@@ -129,8 +129,8 @@ def orders(shape: tuple[int, int, int, int], node: int, group: int = 0, pipe: in
 
 def choices() -> Iterator[Choice]:
     ways = ("regather", "retain")
-    for recompute, activations, weights, parts in product(get_args(Recompute), ways, ways, (1, 2)):
-        yield Choice(recompute, Policy(activations, weights), Schedule(parts=parts))  # type: ignore[arg-type]
+    for recompute, activations, weights, count in product(get_args(Recompute), ways, ways, (1, 2)):
+        yield Choice(recompute, Policy(activations, weights), Schedule(sub_batches=count))  # type: ignore[arg-type]
 
 
 def pipes(work: Work, devices: int) -> list[int]:
@@ -201,8 +201,8 @@ def _pipelines(prices: Prices, work: Work, sizes: Sizes) -> "list[Predictions | 
 def makes_difference(sizes: Sizes, choice: Choice) -> Array:
     """Whether a choice does, to each candidate."""
     s, policy, valid = sizes, choice.policy, np.ones(len(sizes.cuboids), dtype=bool)
-    if choice.schedule.parts > 1:
-        valid &= (s.b % choice.schedule.parts == 0) & (s.y * s.z > 1)
+    if choice.schedule.sub_batches > 1:
+        valid &= (s.b % choice.schedule.sub_batches == 0) & (s.y * s.z > 1)
     if policy.activations == "retain":
         valid &= s.y * s.z > 1
     if policy.weights == "retain":
@@ -249,7 +249,7 @@ class PipelinePredictions(Pipelines):
     """… and which candidates they make a difference to."""
 
     def __init__(self, pieces: Pieces, schedule: Schedule, tails: Pieces, least: str) -> None:
-        schedule = replace(schedule, parts=pieces.choice.schedule.parts)
+        schedule = replace(schedule, sub_batches=pieces.choice.schedule.sub_batches)
         super().__init__(pieces, schedule, tails, least)
         self.valid = makes_difference(self.sizes, self.choice)
 

@@ -130,18 +130,18 @@ class Sizes:
     def head_weight(self) -> Weight:
         return self.weight(self.c.vocab, self.c.hidden, "y", "z")
 
-    def chunk(self, limit: int, parts: int) -> Array:
-        """Rows of the sequence that the head takes at a time, of each of the batch's parts."""
-        if (limit, parts) in self._chunks:
-            return self._chunks[limit, parts]
-        rows = np.maximum(self.b // parts, 1) * ceil_div(self.c.vocab, self.y)
+    def chunk(self, limit: int, sub_batches: int) -> Array:
+        """Rows of the sequence that the head takes at a time, of each sub-batch."""
+        if (limit, sub_batches) in self._chunks:
+            return self._chunks[limit, sub_batches]
+        rows = np.maximum(self.b // sub_batches, 1) * ceil_div(self.c.vocab, self.y)
         known: dict[tuple[int, int, int], int] = {}
         found = np.empty_like(self.s)
         for i, key in enumerate(zip(self.s.tolist(), self.z.tolist(), rows.tolist(), strict=True)):
             if key not in known:
                 known[key] = chunk_rows(*key, limit)
             found[i] = known[key]
-        self._chunks[limit, parts] = found
+        self._chunks[limit, sub_batches] = found
         return found
 
     @cached_property

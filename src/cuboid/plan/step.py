@@ -1,7 +1,7 @@
 """A training step as one rank plays it: the model's own order of products, launches and waits, on a `Tape`.
 
-Layer after layer as transformer.py runs them, with weights.py's gathers ahead of them and reductions behind. The parts
-of a batch are stepped in turn, all candidates alike; the model's `interleave` goes by each one's sizes and hides more.
+Layer after layer as transformer.py runs them, with weights.py's gathers ahead of them and reductions behind.
+Sub-batches take turns, in all candidates alike; the model's `interleave` chooses turns by size and hides more.
 Bytes, calls, FLOPs and saved activations add up to cost/cuboid.py's; the tests hold them to it.
 """
 
@@ -86,7 +86,7 @@ class _TimedStep(TimedLayer):
         self.lowest = self.trained.lowest - 1  # layer where backward ends; -1: the embedding, `layers`: the last norm
         self.marks: list[Totals] = []  # before and after a layer like all those that are not
         self.kept = choice.policy.weights == "retain"
-        self.parts = choice.schedule.parts
+        self.sub_batches = choice.schedule.sub_batches
         self._in_flight: deque[tuple[Message, Array]] = deque()  # sums over x, and the elements of a rank's shards
         self._replicas: deque[Message] = deque()  # sums over replicas
         self._rows: deque[Message] = deque()  # the head's X, then its dX, of each part
@@ -200,10 +200,10 @@ class _TimedStep(TimedLayer):
             self.marks.append(self.tape.totals().copy())
 
     def play(self, steps: Callable[[], Steps]) -> None:
-        """With the whole batch, or with its parts in turn."""
+        """With the whole micro-batch, or with its sub-batches in turn."""
         whole = self.b, self.m
-        self.b, self.m = self.b // self.parts, self.m // self.parts
-        for _ in zip_longest(*(steps() for _ in range(self.parts))):
+        self.b, self.m = self.b // self.sub_batches, self.m // self.sub_batches
+        for _ in zip_longest(*(steps() for _ in range(self.sub_batches))):
             pass
         self.b, self.m = whole
 
@@ -268,9 +268,9 @@ class _TimedStep(TimedLayer):
 
     def count_messages(self, kind: str) -> None:
         """Between stages: the residual stream, or its gradient."""
-        size = self.rows() * self.sizes.d * self.e // self.parts
+        size = self.rows() * self.sizes.d * self.e // self.sub_batches
         fare = Fare(np.zeros(len(size)), size * (kind == "send"), size > 0, None)
-        self.tape.count("pipe", kind, fare, self.parts, fare.seconds)
+        self.tape.count("pipe", kind, fare, self.sub_batches, fare.seconds)
 
     def lookup(self) -> Steps:
         size = self.m * self.sizes.d * self.e
@@ -304,7 +304,7 @@ class _TimedStep(TimedLayer):
 
     def part(self) -> Steps:
         s, t = self.sizes, self.tape
-        chunk = s.chunk(self.choice.policy.head_elements, self.parts)
+        chunk = s.chunk(self.choice.policy.head_elements, self.sub_batches)
         chunks, rows = s.s // chunk, chunk * self.b
         t.wait(self._rows.popleft())
         seconds = t.prices.product(rows, s.vocab, s.d)

@@ -123,8 +123,8 @@ class Player:
         return self.split.last in self.runners
 
     def _post(self, batches: Sequence[Batch], orders: Sequence[Order]) -> Post:
-        parts = next(iter(self.runners.values())).schedule.parts
-        return Post(self.lanes, self.pipe.index, orders, [at for _, at in batches], parts, self._like)
+        count = next(iter(self.runners.values())).schedule.sub_batches
+        return Post(self.lanes, self.pipe.index, orders, [at for _, at in batches], count, self._like)
 
     def _from_last(self, found: Tensor | None, shape: Sequence[int], loss: bool) -> Tensor:
         """What the last stage has found; losses are in fp32 or better."""

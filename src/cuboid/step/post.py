@@ -41,13 +41,13 @@ def border(itemsize: int) -> tuple[Layer, Layer]:
 
 
 class Post:
-    """Of one step, at one place of a pipe. Micro-batches are split into `parts` sub-batches; messages have the dtype
+    """Of one step, at one place of a pipe. Micro-batches are split into `count` sub-batches; messages have the dtype
     and the device of `like`."""
 
     def __init__(
-        self, lanes: Lanes, place: int, orders: Sequence[Order], ats: Sequence[At], parts: int, like: Tensor
+        self, lanes: Lanes, place: int, orders: Sequence[Order], ats: Sequence[At], count: int, like: Tensor
     ) -> None:
-        self._ats, self._parts, self._like = ats, parts, like
+        self._ats, self._count, self._like = ats, count, like
         self.last = max(move.stage for order in orders for moves in order for move in moves)
         self._out = {"F": lanes.to_next, "B": lanes.to_previous}
         self._in = {"F": lanes.from_previous, "B": lanes.from_next}
@@ -76,7 +76,7 @@ class Post:
                 lane, what = self._in[move.kind], _named(coming)
                 assert lane is not None
                 shapes = [
-                    [len(each) for each in at.place.residual] for at in self._ats[coming.batch].split(self._parts)
+                    [len(each) for each in at.place.residual] for at in self._ats[coming.batch].split(self._count)
                 ]
                 self._flights[coming] = [receive(self._like.new_empty(shape), lane, what) for shape in shapes]
 
@@ -86,12 +86,12 @@ class Post:
 
     def sending(self, task: Task, move: Move) -> Task:
         """The task of a move, and the messages that it makes."""
-        return Task([self._sending(steps, move, part) for part, steps in enumerate(task.steps)], task.finish)
+        return Task([self._sending(steps, move, i) for i, steps in enumerate(task.steps)], task.finish)
 
-    def _sending(self, steps: Steps, move: Move, part: int) -> Steps:
+    def _sending(self, steps: Steps, move: Move, sub_batch: int) -> Steps:
         made = yield from steps
         waiting = self._made.setdefault(move, {})
-        waiting[part] = made
+        waiting[sub_batch] = made
         del made
         lane, what = self._out[move.kind], _named(self.receiver(move))
         assert lane is not None

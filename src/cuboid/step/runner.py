@@ -80,7 +80,7 @@ class At:
 
     def split(self, count: int) -> list["At"]:
         """For each of so many sub-batches, or for one where the samples cannot be split so."""
-        places = self.place.parts(count if self.caches is None else 1)
+        places = self.place.sub_batches(count if self.caches is None else 1)
         if len(places) == 1:
             return [self]
         targets = [None] * len(places) if self.targets is None else self.targets.chunk(len(places), 1)
@@ -96,14 +96,14 @@ class _Shelf:
     needed: Sequence[Sequence[Bucket]]  # of these; of the others the gradients alone are kept
     step: int
     kept: dict[Bucket, Tensors]  # what is in it is not gathered
-    parts: int
+    sub_batches: int
     ahead: bool
     clock: Clock
     late: bool = False
     left: bool = False
 
     def __post_init__(self) -> None:
-        self._left = [self.parts] * len(self.buckets)
+        self._left = [self.sub_batches] * len(self.buckets)
         self._flying: dict[int, tuple[Message, Sequence[Landing]]] = {}
         self._held: dict[int, Gathered] = {}
 
@@ -124,7 +124,7 @@ class _Shelf:
             weights: Tensors = {}
             for land in self._flying.pop(i)[1]:
                 weights |= land()
-            self._held[i] = Gathered(self.buckets[i], weights, self.parts, self.late, self.left)
+            self._held[i] = Gathered(self.buckets[i], weights, self.sub_batches, self.late, self.left)
             if self.ahead and len(self._held) == 1:
                 self._launch(i + self.step)  # once these are here: they would share the link, and all would wait longer
         return self._held[i]
@@ -214,7 +214,7 @@ class Runner:
 
     def outputs(self, X: Tensor | Sequence[Any], at: At, clock: Clock) -> tuple[Task, Pass]:
         """Gives the last stage's Y of each sub-batch, of X whole or by sub-batch; the Pass is filled meanwhile."""
-        ats = at.split(self.schedule.parts)
+        ats = at.split(self.schedule.sub_batches)
         passed, n = Pass([[] for _ in ats], clock, self._lowest(X)), len(ats)
         shelf = _Shelf(self._buckets, self._buckets, 1, passed.kept, n, self.schedule.prefetch, clock)
         each = zip(X.chunk(n, 1) if isinstance(X, Tensor) else X, ats, passed.backs, strict=True)
@@ -251,17 +251,17 @@ class Runner:
     ) -> Task:
         """Gives dX of each sub-batch, of dloss or of dY by sub-batch. If `late`, weight gradients are made when there
         is nothing else to do; what is to be left (`leave`) is for `settle`."""
-        parts = len(passed.backs)
+        count = len(passed.backs)
         if isinstance(dY, Tensor):
             assert passed.count is not None
             scale = dY / passed.count
             for land, shrunk in passed.early:
                 sums.put({p: gradient * (scale / shrunk) for p, gradient in land().items()})
             passed.early.clear()
-            dY = [scale] * parts
+            dY = [scale] * count
         needed = [each if i >= passed.lowest else [] for i, each in enumerate(self._again)]
         ways = self.schedule.prefetch, passed.clock, late, leave
-        shelf = _Shelf(self._buckets, needed, -1, passed.kept, parts, *ways)
+        shelf = _Shelf(self._buckets, needed, -1, passed.kept, count, *ways)
         each, settled = zip(dY, passed.backs, strict=True), None if leave else sums
         return Task([self._back_through(dY, backs, shelf, passed.left, settled) for dY, backs in each], list)
 

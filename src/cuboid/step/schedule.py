@@ -1,15 +1,15 @@
 """What overlaps with what: the options of a step, the order of its micro-batches, and how sub-batches take turns.
 
-    prefetch   the next stage's weights are gathered while this one computes, in forward and in backward; the last
-               block's stay from one to the other
-    parts      the number of sub-batches that a rank's micro-batch is split into: one computes while the collectives of
-               the others are in flight
-    chunks     a linear takes its tokens in so many chunks: one is multiplied while the next is gathered and the one
-               before is scattered. For a micro-batch that cannot be split
-    compile    elementwise work is fused by torch.compile: values then differ in rounding. On a GPU it always is
-    beside     the forward of a micro-batch runs beside the backward of the one before it
-    pipeline   on a pipe: the name of an order of `step/pipeline.py`, with so many `stages` a rank, and how the blocks
-               are `split`: so many to each stage, evenly if none are given
+    prefetch     the next stage's weights are gathered while this one computes, in forward and in backward; the last
+                 block's stay from one to the other
+    sub_batches  how many sub-batches a rank's micro-batch is split into: one computes while the collectives of the
+                 others are in flight
+    chunks       a linear takes its tokens in `chunks` chunks: one is multiplied while the next is gathered and the
+                 previous one is scattered. For a micro-batch that cannot be split
+    compile      elementwise work is fused by torch.compile: values then differ in rounding. On a GPU it always is
+    beside       the forward of a micro-batch runs beside the backward of the one before it
+    pipeline     on a pipe: the name of an order of `step/pipeline.py`, with `stages` stages per rank; `split` is the
+                 number of blocks of each stage, empty: evenly
 
 The order of a step is data: forwards F, backwards B and weight gradients W of numbered micro-batches, those joined by
 `+` beside each other. `"F0 F1+B0 B1"` runs two micro-batches, the second's forward beside the first's backward.
@@ -19,7 +19,7 @@ What a linear can overlap by itself it always does: X's second gather under dX's
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Schedule:
 
     Args:
         prefetch: Gather the next stage's weights while this one computes.
-        parts: Sub-batches that take turns: one computes while others communicate.
+        sub_batches: Sub-batches that take turns: one computes while others communicate.
         chunks: Chunks of a linear's tokens, for micro-batches that cannot be split.
         compile: Fuse elementwise operations with torch.compile; changes rounding.
         beside: Run the forward of a micro-batch beside the backward of the one before it.
@@ -49,13 +49,18 @@ class Schedule:
     """
 
     prefetch: bool = True
-    parts: int = 1
+    sub_batches: int = 1
     chunks: int = 1
     compile: bool = False
     beside: bool = False
     pipeline: str = "1f1b"
     stages: int = 1
     split: tuple[int, ...] = ()
+
+    @classmethod
+    def stored(cls, values: Mapping[str, Any]) -> "Schedule":
+        """Reads a schedule from JSON, of earlier versions too."""
+        return cls(**{"sub_batches" if name == "parts" else name: value for name, value in values.items()})
 
     def fuse(self, device: "torch.device") -> "Fuse":
         from cuboid.fuse import compiled, fuse_on  # here: who only reads a configuration needs no torch
@@ -66,7 +71,7 @@ class Schedule:
         return beside(count) if self.beside else in_turn(count)
 
     def __post_init__(self) -> None:
-        for name in ("parts", "chunks", "stages"):
+        for name in ("sub_batches", "chunks", "stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"a schedule of {name}={getattr(self, name)} is none; use 1 or more")
         if self.pipeline not in PIPELINES:

@@ -61,7 +61,7 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
         overlap=replace(
             config.overlap,
             prefetch=choice.schedule.prefetch,
-            sub_batches=0 if choice.schedule.parts > 1 else 1,
+            sub_batches=0 if choice.schedule.sub_batches > 1 else 1,
             chunks=1,
         ),
     )

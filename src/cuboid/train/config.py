@@ -107,7 +107,10 @@ class DataSection:
     seq: int = key(128, "tokens in a sequence", at_least=1, also=("seq_len", "seq_length", "sequence_length"))
     batch: int = key(16, "sequences in a step, over all ranks", at_least=1, also=("batch_size", "global_batch_size"))
     micro_batches: int = key(
-        1, "parts a step's batch is computed in, one after the other", at_least=1, also=("gradient_accumulation_steps",)
+        1,
+        "a step's batch is computed in this many micro-batches, one after another",
+        at_least=1,
+        also=("gradient_accumulation_steps",),
     )
     seed: int = key(0, "order of the samples", at_least=0)
 
@@ -175,7 +178,7 @@ class OverlapSection:
     prefetch: bool = key(True, "gather the next layer's weights while this one computes")
     sub_batches: int = key(
         0,
-        "interleaved parts of a micro-batch: one computes while others communicate; 1: none, 0: chosen by size",
+        "interleaved sub-batches of a micro-batch: one computes while others communicate; 1: none, 0: chosen by size",
         at_least=0,
         was="overlap.parts",
     )
@@ -303,12 +306,12 @@ class TrainConfig:
         c = self.cuboid
         return Cuboid(c.x, c.y, c.z, c.replicas, c.order, pipe=c.pipe)
 
-    def schedule_on(self, cuboid: Cuboid, parts: int = 1, chunks: int = 1) -> Schedule:
+    def schedule_on(self, cuboid: Cuboid, sub_batches: int = 1, chunks: int = 1) -> Schedule:
         """What overlaps with what. Without a pipe nothing is said of it."""
         o = self.overlap
         stages = o.stages or (2 if o.pipeline == "interleaved" else 1)
         pipeline = ("beside" if o.beside else o.pipeline, stages, o.split) if cuboid.pipe > 1 else ()
-        return Schedule(o.prefetch, parts, chunks, o.compile, o.beside, *pipeline)
+        return Schedule(o.prefetch, sub_batches, chunks, o.compile, o.beside, *pipeline)
 
     def computed_in(self, usual: str) -> "TrainConfig":
         """With `precision.dtype` made definite: the `usual` one if it is auto."""

@@ -24,8 +24,8 @@ def schedule_of(config: TrainConfig, model: ModelConfig, apart: bool, gpu: bool)
     """As configured, and what suits where it is not."""
     d, asked, itemsize = config.data, config.overlap, (COMPUTE[config.precision.dtype] or torch.float32).itemsize
     suits = suitable_schedule(model, config.cuboid_shape(), d.batch // d.micro_batches, d.seq, itemsize, apart, gpu)
-    parts, chunks = asked.sub_batches or suits.parts, asked.chunks or suits.chunks
-    return config.schedule_on(config.cuboid_shape(), parts, chunks)
+    sub_batches, chunks = asked.sub_batches or suits.sub_batches, asked.chunks or suits.chunks
+    return config.schedule_on(config.cuboid_shape(), sub_batches, chunks)
 
 
 def on_one_device(config: TrainConfig, model: ModelConfig, world: World) -> Parallel:

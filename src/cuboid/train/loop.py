@@ -124,11 +124,11 @@ class Trainer:
         ledger.reset()
         if self.watch is not None:
             self.watch.step = self.done + 1
-        start, parts = time.perf_counter(), config.data.micro_batches
-        losses = self.model.play(self.micro_batches(self.done, range(parts)), scale=self.scale.scale)
+        start, count = time.perf_counter(), config.data.micro_batches
+        losses = self.model.play(self.micro_batches(self.done, range(count)), scale=self.scale.scale)
         total = torch.stack(losses).mean()
         if self.done + 1 < config.schedule.steps:  # while the device is at work, and before the host waits for it
-            self.batches.prefetch(range((self.done + 1) * parts, (self.done + 2) * parts))
+            self.batches.prefetch(range((self.done + 1) * count, (self.done + 2) * count))
         self._begin("optimizer")
         lr = learning_rate(self.done, config.schedule, config.optimizer.lr)
         clip, optimizer = config.optimizer.clip, self.optimizer
@@ -182,10 +182,10 @@ class Trainer:
         self.recorder = None
         return recorder.end()
 
-    def place_of(self, part: int) -> Place:
-        """Where a micro-batch lies in the step's batch: dropout goes by it, and parts drop what the whole would."""
+    def place_of(self, micro_batch: int) -> Place:
+        """Where a micro-batch lies in the step's batch: by it, micro-batches drop out what the unsplit batch would."""
         s, b, d = self.place.residual
-        return replace(self.place, residual=Index(s, part * self.place.batch + b, d))
+        return replace(self.place, residual=Index(s, micro_batch * self.place.batch + b, d))
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -348,10 +348,10 @@ def keep_trace(trainer: Trainer, recorder: Recorder, folder: Path) -> None:
     traces, off = from_all(recorder.end(), mesh.world), trainer.trace_unscheduled()
     if mesh.rank == 0:
         save_trace(traces, folder / "trace.json")
-        parts = len(trainer.place.parts(trainer.model.parallel.schedule.parts))
+        count = len(trainer.place.sub_batches(trainer.model.parallel.schedule.sub_batches))
         title = f"Layer {recorder.layer + 1} of {trainer.model.config.layers}, rank 0 of {mesh.cuboid}"
-        if parts > 1:
-            title += f". On: from the first of {parts} parts to the last, with other layers' parts between"
+        if count > 1:
+            title += f". On: from the first of {count} sub-batches to the last, with other layers' between"
         draw_layer({"schedule off": off, "schedule on": traces[0]}, title, folder / "timeline.png")
 
 

@@ -75,7 +75,7 @@ def unscheduled(model: Transformer) -> Transformer:
     for name in (*AXES, "world"):
         setattr(mesh, name, replace(getattr(mesh, name), ledger=ledger, overlap=False))
     mesh.count_lanes_in(ledger)
-    schedule = replace(parallel.schedule, prefetch=False, parts=1, chunks=1, beside=False)
+    schedule = replace(parallel.schedule, prefetch=False, sub_batches=1, chunks=1, beside=False)
     off = CuboidParallel(parallel.config, mesh, parallel.policy, parallel.dtype, schedule)
     made = Transformer(off, None, next(model.parameters()).dtype, model.recompute)
     for mine, same in zip(made.parameters(), model.parameters(), strict=True):

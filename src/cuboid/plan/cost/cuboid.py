@@ -32,7 +32,7 @@ def step_cost(
     freeze: str = "",
 ) -> Cost:
     """One forward and backward of the rank at `coordinates`; sizes are bytes an element at rest and in products. A
-    schedule of parts or chunks sends the same bytes in more calls. Of several micro-batches only the `last` sums
+    schedule of sub-batches or chunks sends the same bytes in more calls. Of several micro-batches only the `last` sums
     gradients over replicas and, on a pipe, between the two ends, and tells all of the losses of all `micro_batches`.
     `freeze` is a pattern of the parameters that are not trained."""
     config.check(cuboid, batch, seq)
@@ -82,7 +82,7 @@ class _CuboidStep(Counter):
         unit = lcm(self.y, self.z, 2 if self.context > 1 else 1) * self.context
         self.s = round_up(seq, unit) // self.context
         self.m = self.s * self.b  # tokens of the x-slice
-        self.parts = schedule.parts if self.b % schedule.parts == 0 else 1
+        self.sub_batches = schedule.sub_batches if self.b % schedule.sub_batches == 0 else 1
         self.chunks = chunk_count(self.s, self.y, self.z, schedule.chunks)
         self.d = config.hidden // self.z
         self.summed_over_y = 0  # elements of norm gradients
@@ -98,13 +98,13 @@ class _CuboidStep(Counter):
             if stage == 0:
                 self.embedding()
             else:
-                self.in_parts(self.message)
+                self.in_sub_batches(self.message)
             for i in split.layers(stage):
                 self.of_block = trained.block(i)
                 self.backward = self.saving = trained.lowest <= 1 + i
                 self.block(kept=self.whole and schedule.prefetch and i == config.layers - 1)
             if stage < split.last:
-                self.in_parts(self.message)
+                self.in_sub_batches(self.message)
                 continue
             self.backward = self.saving = trained.lowest <= 1 + config.layers
             self.weights(self.norm_weights(trained.norm()), again=True)
@@ -141,11 +141,11 @@ class _CuboidStep(Counter):
             entry[0] += 1
             entry[1] += sent
 
-    def in_parts(self, formula: Callable[[], None]) -> None:
-        """What each part of the batch adds."""
+    def in_sub_batches(self, formula: Callable[[], None]) -> None:
+        """Adds what each sub-batch costs."""
         whole = self.b, self.m
-        self.b, self.m = self.b // self.parts, self.m // self.parts
-        for _ in range(self.parts):
+        self.b, self.m = self.b // self.sub_batches, self.m // self.sub_batches
+        for _ in range(self.sub_batches):
             formula()
         self.b, self.m = whole
 
@@ -200,7 +200,7 @@ class _CuboidStep(Counter):
             twice = tied and i == 0 and self.whole  # a tied table is gathered for the head too
             self.weights([_Weight(rows, self.c.hidden, "y", "z", trained)], again=False, gathers=1 + twice)
             self.sum_replicas()
-        self.in_parts(self.lookup)
+        self.in_sub_batches(self.lookup)
 
     def lookup(self) -> None:
         self.scatter("y", self.m * self.d)
@@ -258,7 +258,7 @@ class _CuboidStep(Counter):
         self.weights(weights + self.norm_weights(norms), again=not kept)
         self.head_norms()
         self.sum_replicas()
-        self.in_parts(self.layer)
+        self.in_sub_batches(self.layer)
 
     def ups(self, n: int) -> dict[str, int]:
         """The MLP's linears into its inner features."""
@@ -343,7 +343,7 @@ class _CuboidStep(Counter):
             self.in_bucket += self.trained.head * self.part(vocab, "x") * self.d
             self.sum_replicas()
             self.gather("x", ceil_div(vocab, self.x) * self.x * self.d)
-        self.in_parts(self.end)
+        self.in_sub_batches(self.end)
         if self.trained.head:
             self.scatter("x", ceil_div(vocab, self.x) * self.x * self.d)  # dW
             self.cost.saved += ceil_div(vocab, self.x) * self.d * self.stored
