@@ -107,7 +107,7 @@ def refusal_of(world: World, attempt: Callable[[World, Mesh], None]) -> tuple[st
     ("attempt", "text"),
     [
         (wrong_world, "cuboid 2,3,1 needs x·y·z·replicas·pipe = 6 ranks but 4 were started; start 6 ranks or"),
-        (wrong_heads, "heads=3 cannot be cut into y·z=2; use heads 2 or 4"),
+        (wrong_heads, "heads=3 cannot be split into y·z=2; use heads 2 or 4"),
         (wrong_batch, "batch=3 cannot be split over replicas=2; use batch 2 or 4"),
         (wrong_seq, "seq=17 is longer than context=16"),
     ],

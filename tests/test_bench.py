@@ -118,7 +118,7 @@ def test_contestant_lists_feasible_layouts_with_reasons_for_rest() -> None:
     few = Problem(MODEL.replace(heads=2, kv_heads=2, head_dim=32), 8, 64)
     able, left_out = possible(every(few, 4), few)
     assert "1-D" not in [c.way for c in able]
-    assert "heads=2" in left_out["1-D"]  # two cannot be cut by four
+    assert "heads=2" in left_out["1-D"]  # two cannot be split by four
     assert {c.name for c in able} | left_out.keys() == {c.name for c in every(few, 4)}
 
 

@@ -175,7 +175,7 @@ def test_convert_cli_rejects_bad_input(folder: Path, text: Path, tmp_path: Path)
     assert "not empty; name a new one" in refused("export", tmp_path / "run", folder)
     assert "--dtype int8" in refused("export", tmp_path / "run", tmp_path / "x", "--dtype", "int8")
     assert "y·z=5" in refused("import", folder, tmp_path / "x", "--cuboid", "1,5,1")
-    assert "is no folder" in refused("eval", tmp_path / "nowhere", text)
+    assert "is not a folder" in refused("eval", tmp_path / "nowhere", text)
     hub = "run hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B and give that"
     assert hub in refused("train", "--set", "model.pretrained=meta-llama/Llama-3.2-1B")
     assert "hf download" not in refused("train", "--set", f"model.pretrained={tmp_path / 'a' / 'b'}")

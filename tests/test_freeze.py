@@ -74,8 +74,10 @@ def test_frozen_run_resumes_anywhere_and_thaws(text: Path, pool: Pools, tmp_path
 
     thawed = run("2,1,2", "model.freeze=embed", "2,2,1 \\.0 2", 4)
     assert thawed["losses"][0] == pytest.approx(straight["losses"][2], rel=1e-5)
-    assert thawed["said"].startswith('model.freeze was "embed|blocks\\\\.0" and is "embed": trained from here on')
-    assert thawed["said"].endswith("16 tensors; no longer 0 tensors")
+    assert thawed["said"].startswith(
+        'model.freeze changed from "embed|blocks\\\\.0" to "embed": 16 tensors newly trained'
+    )
+    assert thawed["said"].endswith("0 tensors newly frozen")
     assert {name: thawed["updates"][name] for name in ("blocks.0.norm1.weight", "blocks.1.norm1.weight")} == {
         "blocks.0.norm1.weight": 2,
         "blocks.1.norm1.weight": 4,

@@ -38,7 +38,7 @@ def after(config: GuardSection, steps: list[tuple[float, float]]) -> Guard:
     guard = Guard(config)
     for step, (loss, norm) in enumerate(steps, 1):
         assert guard.admit(step, loss, norm)
-        assert not guard.said
+        assert not guard.message
     return guard
 
 
@@ -48,8 +48,8 @@ def after(config: GuardSection, steps: list[tuple[float, float]]) -> Guard:
         (nan, 1.0, "step 5: the loss is nan"),
         (inf, nan, "step 5: the loss is inf"),
         (2.0, nan, "step 5: the gradient is not finite"),
-        (4.5, 1.0, "step 5: the loss is 4.5, where the last 4 had a median of 2.2"),
-        (2.0, 11.5, "step 5: the gradient's norm is 11.5, where the last 4 had a median of 1.1"),
+        (4.5, 1.0, "step 5: the loss is 4.5; the median of the last 4 steps is 2.2"),
+        (2.0, 11.5, "step 5: the gradient's norm is 11.5; the median of the last 4 steps is 1.1"),
     ],
 )
 def test_guard_skips_warns_or_stops_on_bad_step(loss: float, norm: float, said: str) -> None:
@@ -57,12 +57,12 @@ def test_guard_skips_warns_or_stops_on_bad_step(loss: float, norm: float, said: 
     steps = [(2.0, 1.0), (2.4, 1.2), (2.0, 1.0), (9.0, 9.0)]
     guard = after(config, steps)
     assert not guard.admit(5, loss, norm)
-    assert guard.said == f"{said}; skipped"
+    assert guard.message == f"{said}; skipped"
     assert guard.spike == ("median" in said)
     assert guard.skips == 1
     assert list(zip(guard.losses, guard.norms, strict=True)) == steps  # a skipped step is no measure
     assert guard.admit(6, 4.3, 10.9)
-    assert not guard.said
+    assert not guard.message
     assert guard.losses[-1] == 4.3
     stopping = replace(config, spike="stop") if "median" in said else replace(config, nonfinite="stop")
     with pytest.raises(Diverged, match=r'guard\.(spike|nonfinite) = "stop" ends the run. The last checkpoint is'):
@@ -96,7 +96,7 @@ def test_guard_tolerates_loss_scale_search() -> None:
     guard = Guard(GuardSection(nonfinite="stop", max_skips=0))
     for step in range(1, 30):
         assert not guard.admit(step, 1.0, nan, searching=True)
-    assert not guard.said
+    assert not guard.message
     assert guard.skips == 29
     with pytest.raises(Diverged, match="the loss is nan"):
         guard.admit(30, nan, nan, searching=True)
@@ -191,7 +191,7 @@ def corrupted(world: World, config: TrainConfig, where: str, rank: int) -> None:
 
 
 def flip(trainer: Trainer, where: str) -> None:
-    if where == "a product":
+    if where == "a matmul":
         real = product.mm
 
         def mm(A: Tensor, B: Tensor, out: Tensor, add: bool) -> None:
@@ -217,8 +217,8 @@ def flip_bit(x: Tensor) -> None:
         ("1,3,2", "blocks.0.norm1.weight", 3, "rank 3 differs in copies of {} from ranks 1, 5"),
         ("1,3,2", "exp_avg_sq of blocks.0.mlp.up.bias", 2, "copies of {} differ between ranks 2, 3"),
         ("1,2,1,3", "blocks.0.mlp.up.weight", 4, "rank 4 differs in copies of {} from ranks 0, 2"),
-        ("1,3,2", "a product", 4, "rank 4 differs in products with rank 2's positions.weight from ranks 2, 3"),
-        ("2,1,1", "a product", 1, "products with rank 0's positions.weight differ between ranks 0, 1"),
+        ("1,3,2", "a matmul", 4, "rank 4 differs in matmuls with rank 2's positions.weight from ranks 2, 3"),
+        ("2,1,1", "a matmul", 1, "matmuls with rank 0's positions.weight differ between ranks 0, 1"),
     ],
 )
 def test_agree_check_names_corrupted_rank(cuboid: str, where: str, rank: int, said: str, text: Path) -> None:

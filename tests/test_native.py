@@ -234,11 +234,11 @@ def mismatched(world: World) -> None:
     ("work", "args", "message"),
     [
         (built, (GPT2, 2, 2), "fsdp=2 × tp=2 needs 4 ranks but 2 were started; choose sizes whose product is 2"),
-        (built, (GPT2.replace(heads=7, kv_heads=7), 1, 2), r"heads=7 cannot be cut into tp=2; .* tp one of \[1\]"),
-        (built, (LLAMA.replace(kv_heads=1), 1, 2), "kv_heads=1 cannot be cut into tp=2"),
-        (built, (GPT2.replace(ffn=31), 1, 2), "ffn=31 cannot be cut into tp=2"),
+        (built, (GPT2.replace(heads=7, kv_heads=7), 1, 2), r"heads=7 cannot be split into tp=2; .* tp one of \[1\]"),
+        (built, (LLAMA.replace(kv_heads=1), 1, 2), "kv_heads=1 cannot be split into tp=2"),
+        (built, (GPT2.replace(ffn=31), 1, 2), "ffn=31 cannot be split into tp=2"),
         (built, (GPT2.replace(vocab=1), 1, 2), "vocab=1 leaves the last of tp=2 ranks no row; use vocab 2"),
-        (stepped, (3, 8), "batch=3 cannot be cut into fsdp=2; use batch 2 or 4"),
+        (stepped, (3, 8), "batch=3 cannot be split into fsdp=2; use batch 2 or 4"),
         (stepped, (2, 23), "seq=23 is longer than context=22"),
         (stepped, (2, 8), "cannot add to gradients; clear them"),
         (mismatched, (), r"targets \(2, 4\) must be shaped as tokens, \(2, 8\)"),
@@ -252,7 +252,7 @@ def test_native_rejects_bad_input_with_advice(
 
 
 def test_native_cost_rejects_what_native_rejects() -> None:
-    with pytest.raises(ValueError, match="seq=9 cannot be cut into tp=2; use seq 8 or 10"):
+    with pytest.raises(ValueError, match="seq=9 cannot be split into tp=2; use seq 8 or 10"):
         native_cost(GPT2, 1, 2, 8, 9)
-    with pytest.raises(ValueError, match="heads=8 cannot be cut into tp=3"):
+    with pytest.raises(ValueError, match="heads=8 cannot be split into tp=3"):
         native_cost(GPT2, 1, 3, 8, 9)

@@ -217,9 +217,17 @@ def refused(world: World, config: ModelConfig, cuboid: Cuboid) -> tuple[str, dic
 @pytest.mark.parametrize(
     ("config", "cuboid", "text"),
     [
-        (GPT2.replace(heads=3, kv_heads=3), Cuboid(1, 4, 1), "heads=3 cannot be cut into y·z=4; use heads 4"),
-        (LLAMA, Cuboid(1, 4, 1), "kv_heads=6 cannot be cut into y=4; use kv_heads 4 or 12, or a cuboid with y one of"),
-        (GPT2.replace(ffn=34), Cuboid(1, 4, 1), "ffn=34 cannot be cut into y=4; use ffn 36, or a cuboid with y one of"),
+        (GPT2.replace(heads=3, kv_heads=3), Cuboid(1, 4, 1), "heads=3 cannot be split into y·z=4; use heads 4"),
+        (
+            LLAMA,
+            Cuboid(1, 4, 1),
+            "kv_heads=6 cannot be split into y=4; use kv_heads 4 or 12, or a cuboid with y one of",
+        ),
+        (
+            GPT2.replace(ffn=34),
+            Cuboid(1, 4, 1),
+            "ffn=34 cannot be split into y=4; use ffn 36, or a cuboid with y one of",
+        ),
         (GPT2, Cuboid(2, 2, 1), "cuboid 2,2,1 has x=2 and z=1, but 1-D parallel cuts over y alone; use x=1, z=1 and"),
         (GPT2, Cuboid(1, 1, 4), "cuboid 1,1,4 has x=1 and z=4"),
         (GPT2, Cuboid(1, 1, 1, replicas=4), "batch=2 cannot be split over replicas=4"),

@@ -110,7 +110,7 @@ def test_plan_cli_explains_one_cuboid_and_plots(tmp_path: Path) -> None:
         ([], "give a model, or its --layers, --hidden, --heads"),
         ([*ON_CPU, "--explain", "1,2,2,2"], "three sizes"),
         ([*ON_CPU, "--explain", "2,2,1"], "not --ranks 8"),
-        ([*ON_CPU, "--explain", "1,1,8", "--heads", "4"], "heads=4 cannot be cut into y·z=8"),
+        ([*ON_CPU, "--explain", "1,1,8", "--heads", "4"], "heads=4 cannot be split into y·z=8"),
         (
             [*ON_CPU, "--batch", "15", "--explain", "4,1,1 replicas=2"],
             "batch=15 cannot be split over replicas=2; use batch 14 or 16",

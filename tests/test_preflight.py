@@ -40,7 +40,7 @@ def test_preflight_runs_below_a_limit_and_rejects_above(text: Path, cuboid: Cubo
     said = cuboid("train", *sets(settings(text, *ONE_STEP)))
     assert said.code == 2
     assert said.out == ""  # no rank was started
-    for words in ("a rank needs", "2 of them on this host", "are free", "--force goes on regardless"):
+    for words in ("a rank needs", "2 of them on this host", "are free", "--force starts it regardless"):
         assert words in said.err
     said = cuboid("train", "--force", *sets(settings(text, *ONE_STEP)))
     assert said.code == 0

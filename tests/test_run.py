@@ -50,7 +50,7 @@ def test_run_folder_rejects_overwrite_and_bad_paths(folder: RunFolder, tmp_path:
         RunFolder.create(folder.path, "seed = 2\n")
     assert folder.config.read_text() == "seed = 1\n"
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot be made"):
+    with pytest.raises(ValueError, match="cannot be created"):
         RunFolder.create(tmp_path / "file", "")
     with pytest.raises(ValueError, match="is not a run folder"):
         RunFolder.open(tmp_path)

@@ -233,8 +233,8 @@ def test_for_ranks_rejects_impossible_rank_count(text: Path, monkeypatch: pytest
     [
         ("1,2", "is not three sizes"),
         ("1,2,2 replicas=a", "is not three sizes"),
-        ("1x3x1", "heads=8 cannot be cut into y·z=3"),
-        ("1,1,1 replicas=3", "data.batch = 8 cannot be cut into data.micro_batches · cuboid.replicas = 3"),
+        ("1x3x1", "heads=8 cannot be split into y·z=3"),
+        ("1,1,1 replicas=3", "data.batch = 8 cannot be split into data.micro_batches · cuboid.replicas = 3"),
     ],
 )
 def test_config_rejects_bad_other_cuboids(others: str, said: str, text: Path) -> None:

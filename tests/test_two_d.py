@@ -353,17 +353,17 @@ SQUARE = Cuboid(1, 2, 2)
             "cuboid 1,4,1 has y=4 and z=1, but 2-D parallel needs a square of ranks; use y = z",
         ),
         (GPT2, Cuboid(1, 1, 4), 4, "cuboid 1,1,4 has y=1 and z=4"),
-        (GPT2.replace(hidden=33, heads=3, kv_heads=3), SQUARE, 2, "hidden=33 cannot be cut into z=2; use hidden 34"),
+        (GPT2.replace(hidden=33, heads=3, kv_heads=3), SQUARE, 2, "hidden=33 cannot be split into z=2; use hidden 34"),
         (
             GPT2.replace(heads=3, kv_heads=3),
             SQUARE,
             2,
-            "heads=3 cannot be cut into z=2; use heads 4, or y = z one of [1]",
+            "heads=3 cannot be split into z=2; use heads 4, or y = z one of [1]",
         ),
-        (LLAMA.replace(kv_heads=3), SQUARE, 2, "kv_heads=3 cannot be cut into z=2; use kv_heads 4"),
-        (GPT2.replace(ffn=35), SQUARE, 2, "ffn=35 cannot be cut into z=2; use ffn 36"),
-        (GPT2, SQUARE, 3, "batch=3 cannot be cut into replicas·x·y=2; use batch 4"),
-        (GPT2, Cuboid(2, 1, 1, replicas=2), 6, "batch=6 cannot be cut into replicas·x·y=4; use batch 8"),
+        (LLAMA.replace(kv_heads=3), SQUARE, 2, "kv_heads=3 cannot be split into z=2; use kv_heads 4"),
+        (GPT2.replace(ffn=35), SQUARE, 2, "ffn=35 cannot be split into z=2; use ffn 36"),
+        (GPT2, SQUARE, 3, "batch=3 cannot be split into replicas·x·y=2; use batch 4"),
+        (GPT2, Cuboid(2, 1, 1, replicas=2), 6, "batch=6 cannot be split into replicas·x·y=4; use batch 8"),
     ],
 )
 def test_two_d_rejects_unsupported_sizes(

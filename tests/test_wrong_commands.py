@@ -19,7 +19,7 @@ WRONG = [
     ("train --cubiod 2,2,2", "did you mean --cuboid?"),
     ("train --cuboid 2 2 2", "write sizes with commas, such as --cuboid 2,2,2"),
     ("train --cuboid 8", "write x,y,z such as 2,2,2"),
-    ("train --cuboid 1,3,1", "heads=8 cannot be cut into y·z=3"),
+    ("train --cuboid 1,3,1", "heads=8 cannot be split into y·z=3"),
     ("train --cuboid", "--cuboid needs a value, such as --cuboid 2,2,2"),
     ("train --lr 1e-3", "--set optimizer.lr=VALUE"),
     ("train --batch-size 32", "--set data.batch=VALUE"),

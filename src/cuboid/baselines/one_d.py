@@ -77,7 +77,7 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
         if n % y:
             smaller = [p for p in range(y - 1, 0, -1) if n % p == 0 and heads % p == 0][:3]
             raise ValueError(
-                f"{name}={n} cannot be cut into y={y}; use {name} {' or '.join(map(str, values))}, "
+                f"{name}={n} cannot be split into y={y}; use {name} {' or '.join(map(str, values))}, "
                 f"or a cuboid with y one of {smaller}"
             )
 

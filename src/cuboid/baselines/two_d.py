@@ -59,13 +59,13 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
         if n % q:
             smaller = [p for p in range(q - 1, 0, -1) if n % p == 0][:3]
             raise ValueError(
-                f"{name}={n} cannot be cut into z={q}; use {name} {round_up(n, q)}, or y = z one of {smaller}"
+                f"{name}={n} cannot be split into z={q}; use {name} {round_up(n, q)}, or y = z one of {smaller}"
             )
     config.check_plain("2-D parallel", cuboid.pipe)
     config.check(Cuboid(), batch, seq)
     parts = cuboid.replicas * cuboid.x * q
     if batch % parts:
-        raise ValueError(f"batch={batch} cannot be cut into replicas·x·y={parts}; use batch {round_up(batch, parts)}")
+        raise ValueError(f"batch={batch} cannot be split into replicas·x·y={parts}; use batch {round_up(batch, parts)}")
 
 
 class TwoD:

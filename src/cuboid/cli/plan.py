@@ -119,7 +119,7 @@ def plan(
     base = planned_model(run) if run is not None else load_model(model) if model else None
     config = chosen_model(base, family, layers, hidden, heads, kv_heads, ffn, vocab, seq)
     if batch % micro_batches:
-        raise ValueError(f"--batch {batch} cannot be cut into --micro-batches {micro_batches}; use a divisor of it")
+        raise ValueError(f"--batch {batch} cannot be split into --micro-batches {micro_batches}; use a divisor of it")
     length, only = seq or min(config.context, 4096), parse(explain, ranks) if explain else None
     from cuboid.plan.explain import nothing_fits
     from cuboid.plan.layer import Work

@@ -161,7 +161,7 @@ def kill_ranks(console: Console, case: Case, kills: int, as_json: bool) -> None:
         table = Table("killed", "times", "steps taken again")
         for moment in MOMENTS:
             of = [kill for kill in found.kills if kill.moment == moment]
-            table.add_row(moment, str(len(of)), str(sum(kill.again for kill in of)))
+            table.add_row(moment, str(len(of)), str(sum(kill.repeated for kill in of)))
         console.print(table)
         verdict = "[bold green]are the same to the bit[/]" if found.ok else "[bold red]MISMATCH[/] in "
         console.print(

@@ -172,12 +172,12 @@ class ModelConfig:
             near = [h for h in (self.heads // yz * yz, (self.heads // yz + 1) * yz) if h]
             smaller = [n for n in range(yz - 1, 0, -1) if self.heads % n == 0][:3]
             raise ValueError(
-                f"heads={self.heads} cannot be cut into y·z={yz}; use heads {' or '.join(map(str, near))}, "
+                f"heads={self.heads} cannot be split into y·z={yz}; use heads {' or '.join(map(str, near))}, "
                 f"or a cuboid with y·z one of {smaller}"
             )
         if self.hidden % cuboid.z:
             raise ValueError(
-                f"hidden={self.hidden} cannot be cut into z={cuboid.z}; use hidden "
+                f"hidden={self.hidden} cannot be split into z={cuboid.z}; use hidden "
                 f"{_multiples_near(self.hidden, cuboid.z)} or another z"
             )
         if cuboid.pipe > self.layers:

@@ -1,13 +1,12 @@
-"""Silent corruption: a bit that flips in memory, a unit that multiplies wrongly. Found by doing things twice.
+"""Checks for silent corruption: a bit that flips in memory, a unit that multiplies wrongly.
 
-Copies: what several ranks hold (norms and biases; with a data axis everything, the optimizer's moments included) must
-agree bit for bit. Each rank adds up the bits of each such tensor as integers, and the sums of all ranks are compared.
+Replicated tensors (norms and biases; with several replicas all tensors, the optimizer's moments too) must be the same
+on all ranks that hold them, bit for bit. Each rank adds up the bits of each as integers; the sums are compared.
 
-Products: each rank multiplies a weight's shard, the weights taking turns, with numbers made from the step; and so do
-the next two ranks, to which the shard is sent. All three must agree bit for bit. Matrix products are nearly all of the
-work, and the numbers are new each time.
+Matmuls, nearly all of the work, are repeated: each rank multiplies a weight's shard, another weight in each check, with
+new random numbers. The next two ranks get the shard and do the same. All three must agree bit for bit.
 
-With three copies or more the rank in the minority is named, with two both are.
+If three or more ranks are compared, the one in the minority is named; of two, both are.
 """
 
 from collections import Counter
@@ -27,28 +26,28 @@ from cuboid.model.transformer import Transformer
 from cuboid.run.errors import RankError
 from cuboid.train.checkpoint import MOMENTS
 
-ROWS = 64  # of a product that is done again
+ROWS = 64  # of a repeated matmul
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Corrupted(RankError):
-    """Values that must be equal are not; the message names the ranks."""
+    """Values that must be equal differ; the message names the ranks."""
 
 
 @torch.no_grad()
 def check(model: Transformer, optimizer: torch.optim.Optimizer, step: int, every: int) -> None:
-    """Raise, on all ranks, if copies or products disagree. The last check was `every` steps ago."""
-    found = [*differing_copies(model, optimizer), *differing_products(model, step // every)]
+    """Raise Corrupted, on all ranks, if tensors or matmuls disagree. The last check was `every` steps ago."""
+    found = [*differing_copies(model, optimizer), *differing_matmuls(model, step // every)]
     if found:
         since = max(step - every, 0)
         raise Corrupted(
-            f"step {step}: " + "\n  ".join(found) + f"\n  Take that machine out and resume from a checkpoint of step "
-            f"{since} or before: later ones may hold what is wrong"
+            f"step {step}: " + "\n  ".join(found) + f"\n  Remove that machine and resume from a checkpoint of step "
+            f"{since} or before: later ones may be corrupt"
         )
 
 
 def checksum(x: Tensor) -> Tensor:
-    """The sum of its bits as integers: one flipped bit changes it."""
+    """Sums the bits as integers: one flipped bit changes the sum."""
     return x.contiguous().view(BITS[x.element_size()]).sum(dtype=torch.int64)
 
 
@@ -72,7 +71,7 @@ def differing_copies(model: Transformer, optimizer: torch.optim.Optimizer) -> It
             yield blame(f"copies of {name}", dict(zip(holders[line].tolist(), copies[line].tolist(), strict=True)))
 
 
-def differing_products(model: Transformer, turn: int) -> Iterator[str]:
+def differing_matmuls(model: Transformer, turn: int) -> Iterator[str]:
     mesh = model.parallel.mesh
     world, times = mesh.world, min(3, mesh.world.size)
     of = model if mesh.pipe.size == 1 else next(iter(model.blocks))  # every stage has blocks
@@ -83,28 +82,28 @@ def differing_products(model: Transformer, turn: int) -> Iterator[str]:
         return
     shard = weight[:n, :k].to(model.parallel.dtype or weight.dtype)
     X = normal(key_of(turn, name), (ROWS, k), ((0, ROWS), (0, k)), 1.0).to(shard)
-    mine = torch.stack([product_of(X, shift(shard, world, by).wait()) for by in range(times)])
+    mine = torch.stack([matmul_checksum(X, shift(shard, world, by).wait()) for by in range(times)])
     sums = all_gather(mine[None], world).wait().tolist()
     for rank in range(world.size):
         found = {(rank + by) % world.size: sums[(rank + by) % world.size][by] for by in range(times)}
         if len(set(found.values())) > 1:
-            yield blame(f"products with rank {rank}'s {name}", found)
+            yield blame(f"matmuls with rank {rank}'s {name}", found)
 
 
 def least(spec: Spec, cuboid: Cuboid) -> tuple[int, ...]:
-    """What every shard has at least, in each dim: cuts may be uneven."""
+    """The smallest size of any shard in each dim: splits may be uneven."""
     places = [cuboid.coordinates(rank) for rank in spec.holders(cuboid).flatten().tolist()]
     return tuple(min(sizes) for sizes in zip(*(spec.local_shape(cuboid, at) for at in places), strict=True))
 
 
-def product_of(X: Tensor, W: Tensor) -> Tensor:
+def matmul_checksum(X: Tensor, W: Tensor) -> Tensor:
     Y = X.new_empty(1, X.shape[0], W.shape[0])
     multiply(X[None], W, Y)
     return checksum(Y)
 
 
 def blame(what: str, sums: Mapping[int, int]) -> str:
-    """Who is in the minority, if there is one."""
+    """Names the ranks in the minority or, if there is none, all."""
     ((value, most),) = Counter(sums.values()).most_common(1)
     if 2 * most <= len(sums):
         return f"{what} differ between {listed(sums)}"

@@ -1,4 +1,4 @@
-"""A run's cuboid, chosen by the planner: `cuboid train --cuboid auto`."""
+"""Lets the planner choose a run's cuboid: `cuboid train --cuboid auto`."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,7 @@ from cuboid.train.config import CuboidSection, DataSection, MemorySection, Train
 
 
 def guessed_hardware() -> tuple[Hardware, str]:
-    """The preset of the GPU at hand with its own memory, and what it was guessed from."""
+    """The preset of this machine's GPU, with the GPU's own memory, and a sentence that says so."""
     gpu = gpu_at_hand()
     if gpu is None:
         return PRESETS["cpu"], "Hardware: the preset cpu, as PyTorch sees no GPU."
@@ -31,7 +31,7 @@ def guessed_hardware() -> tuple[Hardware, str]:
 
 
 def vocab_of(d: DataSection) -> int:
-    """What the run's tokens are from: the header of a built folder says it, else the tokenizer."""
+    """Size of the vocabulary: from the header of a built folder, else from the tokenizer."""
     for path in map(Path, d.paths):
         if (path / "train.json").is_file():
             return data.TokenFile(path / "train.bin").header.vocab
@@ -39,10 +39,10 @@ def vocab_of(d: DataSection) -> int:
 
 
 def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfig, str]:
-    """The configuration with the fastest plan's cuboid and what that keeps, makes again and runs in step; and why."""
+    """Returns the configuration with the fastest plan's cuboid, memory policy and schedule, and why it was chosen."""
     d, m = config.data, config.memory
     if d.batch % d.micro_batches:
-        raise ValueError(f"data.batch = {d.batch} cannot be cut into data.micro_batches = {d.micro_batches}")
+        raise ValueError(f"data.batch = {d.batch} cannot be split into data.micro_batches = {d.micro_batches}")
     batch = d.batch // d.micro_batches
     model = config.model_config(vocab_of(d))
     hardware, guess = (load(machine), "") if machine else guessed_hardware()
@@ -75,8 +75,8 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
 
 
 def for_ranks(config: TrainConfig, ranks: int, machine: str) -> tuple[TrainConfig, str]:
-    """The configuration on as many ranks as there are, and what was changed for that: a cuboid of `cuboid.others`, else
-    what the planner finds. Batch, sequence and data stay."""
+    """Returns the configuration for this number of ranks, and what was changed: a cuboid of `cuboid.others`, else the
+    planner's. Batch, sequence and data stay."""
     wanted = config.cuboid_shape()
     if wanted.ranks == ranks:
         return config, ""

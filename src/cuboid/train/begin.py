@@ -1,4 +1,4 @@
-"""Where a run begins: in a folder that is free, or where this same run was broken off."""
+"""Where a run starts: in an empty folder, or where this same run was interrupted."""
 
 from pathlib import Path
 
@@ -7,22 +7,22 @@ from cuboid.train import checkpoint
 from cuboid.train.config import TrainConfig, differences
 from cuboid.train.run import check_free, fresh_path
 
-SHOWN = 6  # keys that differ
+SHOWN = 6  # most keys that a message lists
 
 
-def broken_off(config: TrainConfig, folder: Path) -> bool:
+def is_same_run(config: TrainConfig, folder: Path) -> bool:
     """Whether `folder` holds this same run."""
     file = folder / "config.toml"
     return file.is_file() and not differences(config, file.read_text("utf-8"))
 
 
 def is_begun(config: TrainConfig, folder: Path, resume: Path | None) -> bool:
-    """Whether `folder` holds the run that is to go on: this same one, or the one to resume."""
-    return broken_off(config, folder) or (resume is not None and folder.resolve() in (resume, *resume.parents))
+    """Whether `folder` holds the run to continue: this same one, or the one to resume."""
+    return is_same_run(config, folder) or (resume is not None and folder.resolve() in (resume, *resume.parents))
 
 
 def check_folder(config: TrainConfig, folder: Path, resume: Path | None) -> None:
-    """Raise if the run can neither begin nor go on in `folder`, with the keys in which the run in it differs."""
+    """Raise ValueError if the run can neither start nor continue in `folder`, with the keys in which they differ."""
     if is_begun(config, folder, resume):
         return
     try:
@@ -39,12 +39,13 @@ def check_folder(config: TrainConfig, folder: Path, resume: Path | None) -> None
 def beginning(
     world: World, config: TrainConfig, folder: Path | None, resume: Path | None
 ) -> tuple[Path, Path | None] | None:
-    """For rank 0 to decide: the run folder, and what to resume: what was asked for or, where this same run was broken
-    off, the run itself."""
+    """Decides, on rank 0, the run folder and what to resume: what was asked for or, if this same run was interrupted,
+    the run itself."""
     if world.rank:
         return None
     if folder is None:
         return fresh_path(), resume
-    if broken_off(config, folder) and (resume is None or world.attempt) and checkpoint.complete(folder / "checkpoints"):
+    same = is_same_run(config, folder) and (resume is None or world.attempt)
+    if same and checkpoint.complete(folder / "checkpoints"):
         return folder, folder
     return folder, resume

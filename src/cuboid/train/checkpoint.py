@@ -1,8 +1,8 @@
-"""Checkpoints that load on any cuboid: parameters and optimizer state as DTensors under the whole model's names.
+"""Checkpoints that load on any cuboid: parameters and optimizer state as DTensors under the model's parameter names.
 
 A checkpoint is a folder step-00000100 with the tensors' files (`storage.py`), state.json (what is not a tensor) and
-manifest.json (size and checksum of every file). It appears by a rename when it is complete and leaves by another, so
-that a folder of that name was whole once: what it lacks now, it has lost.
+manifest.json (size and checksum of every file). It is renamed to that name when it is complete, and renamed again
+before it is removed. So if a folder of that name lacks a file, the file was lost.
 """
 
 import json
@@ -40,7 +40,7 @@ def tensors(
     optimizer: torch.optim.Optimizer | None,
     copied: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda shards: shards,
 ) -> dict[str, DTensor]:
-    """Every tensor of a checkpoint by its name; as they are, or `copied`. Frozen ones have no moments."""
+    """Every tensor of a checkpoint by name, or what `copied` makes of them. Frozen parameters have no moments."""
     specs, shards = dict[str, Spec](), dict[str, Tensor]()
 
     def put(name: str, tensor: Tensor, spec: Spec) -> None:
@@ -54,11 +54,11 @@ def tensors(
     return {name: specs[name].dtensor(shard, model.parallel.mesh) for name, shard in copied(shards).items()}
 
 
-# Which
+# Which checkpoint
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints in `folder` that were completed, oldest first. A link is none of ours."""
+    """The complete checkpoints in `folder`, oldest first; links are ignored."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -66,7 +66,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def last_step(folder: Path) -> int:
-    """Of the newest complete checkpoint; 0 if there is none."""
+    """The step of the newest complete checkpoint; 0 if there is none."""
     return max(map(step_of, complete(folder)), default=0)
 
 
@@ -77,7 +77,7 @@ def step_of(path: Path) -> int:
 
 
 def candidates(given: Path) -> list[Path]:
-    """`given` itself if it is a checkpoint, else those in it or in its `checkpoints`, newest first; absolute."""
+    """Absolute paths: `given` if it is a checkpoint, else those in it or in its `checkpoints`, newest first."""
     given = given.resolve()
     if given.is_dir() and (_NAME.fullmatch(given.name) or (given / manifest.FILE).is_file()):
         return [given]
@@ -88,7 +88,7 @@ def candidates(given: Path) -> list[Path]:
 
 
 def newest(given: Path) -> Path:
-    """The first of the candidates that looks whole."""
+    """The first of the candidates that is undamaged, as far as `inspect` sees."""
     damage = []
     for path in candidates(given):
         try:
@@ -104,14 +104,14 @@ def none_good(given: Path, damage: list[Damaged]) -> ValueError:
     if len(damage) == 1:
         return ValueError(f"{damage[0]}; use another")
     listed = "; ".join(f"{error.path.name}: {', '.join(error.names)}" for error in damage)
-    return ValueError(f"every checkpoint of {given} is damaged ({listed}); begin a new run")
+    return ValueError(f"every checkpoint of {given} is damaged ({listed}); start a new run")
 
 
-# What it says
+# What it is of
 
 
 def inspect(path: Path) -> tuple[dict[str, Sum], State]:
-    """Its manifest and state, if these are as they were written and the other files are of the right size."""
+    """Returns its manifest and state. Raises Damaged if these were changed or another file's size is wrong."""
     sums = manifest.read(path)
     wrong = [name for name, each in sums.items() if not manifest.same_size(path, name, each)]
     if STATE not in sums or (STATE not in wrong and not manifest.same(path, STATE, sums[STATE])):
@@ -125,14 +125,14 @@ def inspect(path: Path) -> tuple[dict[str, Sum], State]:
 
 
 def model_config(path: Path) -> ModelConfig:
-    """The model a checkpoint is of."""
+    """The configuration of a checkpoint's model."""
     values = dict(inspect(path)[1]["model"])
     scaling = values.pop("rope_scaling")
     return ModelConfig(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
 
 
 def check_model(path: Path, state: State, ours: Mapping[str, Any]) -> None:
-    """Raise unless the checkpoint is of a model like ours; dropout may differ, and so may a context without weights."""
+    """Raise ValueError if the checkpoint's model is another; dropout may differ, and a context without weights."""
     theirs = state["model"]
     different = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
     free = {"dropout", "init_std"} | ({"context"} if ours["family"] == "llama" else set())
@@ -142,7 +142,7 @@ def check_model(path: Path, state: State, ours: Mapping[str, Any]) -> None:
         raise ValueError(f"{path} is a checkpoint of another model: {listed}; train the same model or another folder")
 
 
-# What it holds
+# Its tensors
 
 
 def load(
@@ -151,10 +151,9 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     check: Callable[[Path, State], None] = lambda path, state: None,
 ) -> State:
-    """Fill the model (and the optimizer) from the newest good checkpoint of a run, or from the one that is given,
-    written on whichever cuboid; what it says besides. Every rank calls it, and all raise alike: `check` may refuse.
-    Parameters that were frozen until then begin with moments of zero: `fresh` of the state is after how many updates
-    each parameter's began, where that is not at the first."""
+    """Load the model (and the optimizer) from the newest good checkpoint of a run, or from the given one, written on
+    any cuboid. Returns its state. Every rank calls it, and all raise alike; `check` may reject a checkpoint. Parameters
+    that were frozen start with moments of zero: the state's `fresh` has, for each of them, the updates before that."""
     path, state = choose(given, model.parallel.mesh, check)
     frozen = matching(state.get("freeze", ""), [name for name, _, _ in declared(model)])
     absent = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in frozen}
@@ -178,8 +177,8 @@ def load(
 
 
 def choose(given: Path, mesh: Mesh, check: Callable[[Path, State], None]) -> tuple[Path, State]:
-    """The newest of the candidates whose every file is as it was written, and its state. The first rank lists them and
-    reads manifests, so that all go by the same; each rank reads its share of the files. Damage is told on stderr."""
+    """The newest candidate whose every file is as it was written, and its state. The first rank lists them and reads
+    manifests, so that all ranks see the same; each rank verifies its share of the files. Damage is logged to stderr."""
     damage: list[Damaged] = []
     for path in _from_first(lambda: candidates(given), mesh):
         try:
@@ -197,7 +196,7 @@ def choose(given: Path, mesh: Mesh, check: Callable[[Path, State], None]) -> tup
 
 
 def verify(path: Path, sums: Mapping[str, Sum], mesh: Mesh) -> None:
-    """Hold every file against the manifest, each rank its share of them; all ranks raise if one does not fit."""
+    """Compare every file with the manifest, each rank its share of them. All ranks raise Damaged if one differs."""
     mine = sorted(sums)[mesh.rank :: mesh.world.size]
     wrong = [name for name in mine if not manifest.same(path, name, sums[name])]
     found = [name for of_rank in from_all(wrong, mesh.world) for name in of_rank]
@@ -206,7 +205,7 @@ def verify(path: Path, sums: Mapping[str, Sum], mesh: Mesh) -> None:
 
 
 def _from_first(find: Callable[[], Any], mesh: Mesh) -> Any:
-    """What the first rank finds, or raises."""
+    """Runs `find` on the first rank; all ranks return, or raise, what it did."""
     found: Any = None
     if mesh.rank == 0:
         try:

@@ -26,13 +26,13 @@ class Curves:
 
 
 def furthest(serial: Sequence[float], losses: Sequence[float]) -> float:
-    """The largest difference over the steps, relative to serial's loss; infinite where either is not a number."""
+    """The largest difference over the steps, relative to the serial loss; infinite if either is not a number."""
     apart = [abs(b - a) / abs(a) for a, b in zip(serial, losses, strict=True)]
     return max(each if each == each else float("inf") for each in apart)
 
 
 def curves(world: World, config: TrainConfig, dtype: torch.dtype, quiet: bool = False) -> Curves | None:
-    """On every rank of the cuboid; rank 0 also trains serially, and returns both losses of every step."""
+    """Trains on every rank of the cuboid. Rank 0 also trains on one device, and returns both losses of every step."""
     ours = Trainer(config, world, dtype=dtype)
     alone = Trainer(config, world, on_one_device, dtype) if world.rank == 0 else None
     serial, cuboid = [], []

@@ -1,7 +1,7 @@
 """What a training run is: every key with its default, its meaning and its rule.
 
-The defaults are the embedded run: a small byte-level GPT that learns from the running Python's own library,
-on eight ranks, in about two minutes on two cores.
+The defaults train a small byte-level GPT on the library of the running Python, on eight ranks, in about two minutes on
+two cores.
 """
 
 import tomllib
@@ -22,7 +22,7 @@ from cuboid.step.pipeline import Split, orders
 from cuboid.step.schedule import Schedule
 from cuboid.train.keys import RenamedKey, assignment, build, flatten, key, keys, toml, value_of, write
 
-#: Sections that decide the result.
+#: Sections that change the result of a run.
 DECISIVE = ("seed", "model", "data", "optimizer", "schedule", "precision", "loss", "guard")
 
 
@@ -30,20 +30,20 @@ DECISIVE = ("seed", "model", "data", "optimizer", "schedule", "precision", "loss
 class RopeScalingSection:
     """stretching of the rotary wavelengths"""
 
-    factor: float = key(1.0, "how far; 1: not at all", at_least=1)
-    low_freq_factor: float = key(1.0, "wavelengths beyond original_context / this are stretched", above=0)
-    high_freq_factor: float = key(4.0, "wavelengths within original_context / this are not", above=0)
-    original_context: int = key(8192, "the context the model was first trained on", at_least=1)
-    kind: Literal["llama3", "linear"] = key("llama3", "as Llama 3.1 does, or all wavelengths alike")
+    factor: float = key(1.0, "factor by which rotary wavelengths are stretched; 1: none", at_least=1)
+    low_freq_factor: float = key(1.0, "wavelengths above original_context / low_freq_factor are stretched", above=0)
+    high_freq_factor: float = key(4.0, "those below original_context / high_freq_factor are not", above=0)
+    original_context: int = key(8192, "context length of the original training", at_least=1)
+    kind: Literal["llama3", "linear"] = key("llama3", "by wavelength, as in Llama 3.1, or all wavelengths alike")
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """what is trained"""
+    """the model"""
 
-    preset: str = key("", "a known model, whose sizes the keys below change; cuboid config --presets lists them")
+    preset: str = key("", "a known model, whose sizes the keys below override; cuboid config --presets lists all")
     pretrained: str = key(
-        "", "begin with this model and its sizes: a Hugging Face folder, a run or a checkpoint", path=True
+        "", "start from this model and its sizes: a Hugging Face folder, a run or a checkpoint", path=True
     )
     family: Literal["gpt2", "llama"] = key("llama", "kind of Transformer")
     layers: int = key(2, "Transformer blocks", at_least=1, also=("n_layer", "num_layers", "num_hidden_layers"))
@@ -51,23 +51,23 @@ class ModelSection:
     heads: int = key(
         8, "attention heads; y·z must divide them", at_least=1, also=("n_head", "num_heads", "num_attention_heads")
     )
-    kv_heads: int = key(0, "heads of keys and values; 0: as many as heads", at_least=0)
+    kv_heads: int = key(0, "heads of keys and values; 0: same as heads", at_least=0)
     head_dim: int = key(0, "width of a head; 0: hidden / heads", at_least=0)
     ffn: int = key(
         0, "inner width of the MLP; 0: 4·hidden (gpt2), 8/3·hidden (llama)", at_least=0, also=("intermediate_size",)
     )
-    vocab: int = key(0, "rows of the embedding; 0: what the tokenizer has", at_least=0, also=("vocab_size",))
+    vocab: int = key(0, "rows of the embedding; 0: the size of the tokenizer", at_least=0, also=("vocab_size",))
     context: int = key(0, "longest sequence; 0: data.seq", at_least=0, also=("block_size", "max_position_embeddings"))
-    tied: bool | Literal["auto"] = key("auto", "head and embedding share their weight; auto: what the family does")
-    bias: bool | Literal["auto"] = key("auto", "linears have biases; auto: what the family does")
-    qkv_bias: bool | Literal["auto"] = key("auto", "queries, keys and values have biases; auto: as bias")
+    tied: bool | Literal["auto"] = key("auto", "head and embedding share one weight; auto: as usual for the family")
+    bias: bool | Literal["auto"] = key("auto", "linears have biases; auto: as usual for the family")
+    qkv_bias: bool | Literal["auto"] = key("auto", "queries, keys and values have biases; auto: same as bias")
     qk_norm: bool = key(False, "RMSNorm of each head's queries and keys")
-    window: int = key(0, "tokens that attention looks back on, which a sequence must not exceed; 0: all", at_least=0)
-    dropout: float = key(0.0, "share of the residual stream's elements zeroed in training", at_least=0, below=1)
-    norm_eps: float = key(1e-5, "added to the variance in norms", at_least=0)
-    init_std: float = key(0.02, "spread of the initial weights", above=0)
+    window: int = key(0, "tokens that attention looks back on; sequences must not be longer; 0: all", at_least=0)
+    dropout: float = key(0.0, "dropout rate of the residual stream in training", at_least=0, below=1)
+    norm_eps: float = key(1e-5, "epsilon added to the variance in norms", at_least=0)
+    init_std: float = key(0.02, "standard deviation of the initial weights", above=0)
     rope_theta: float = key(10000.0, "base of the rotary wavelengths", above=0)
-    freeze: str = key("", 'a regular expression: parameters whose names have it ("embed|blocks.0") are not trained')
+    freeze: str = key("", 'a regular expression; parameters whose names match ("embed|blocks.0") are not trained')
     rope_scaling: RopeScalingSection = RopeScalingSection()
 
 
@@ -75,58 +75,61 @@ class ModelSection:
 class CuboidSection:
     """the block of devices: x·y·z·replicas·pipe ranks"""
 
-    x: int = key(2, "cuts the batch (and the sequence, where the batch is short) and every weight", at_least=1)
-    y: int = key(2, "cuts heads, the MLP's inner width, the vocabulary", at_least=1)
-    z: int = key(2, "cuts heads and the hidden width", at_least=1)
+    x: int = key(2, "splits the batch (and the sequence, if the batch is short) and every weight", at_least=1)
+    y: int = key(2, "splits heads, the MLP's inner width and the vocabulary", at_least=1)
+    z: int = key(2, "splits heads and the hidden width", at_least=1)
     replicas: int = key(
-        1, "data-parallel replicas of the whole cuboid, each with its own samples", at_least=1, was="cuboid.data"
+        1, "data-parallel replicas of the cuboid, each with its own samples", at_least=1, was="cuboid.data"
     )
-    order: tuple[str, ...] = key(AXES, "axes from the slowest over ranks to the fastest", spellings=EARLIER)
+    order: tuple[str, ...] = key(AXES, "axes, from the slowest-varying over ranks to the fastest", spellings=EARLIER)
     others: tuple[str, ...] = key(
         (),
-        'cuboids such as "1,2,2" or "1,2,2 replicas=2 pipe=2" for other numbers of ranks that torchrun may start; '
-        "else planned",
+        'cuboids for other numbers of ranks that torchrun may start, such as "1,2,2" or "1,2,2 replicas=2 pipe=2"; '
+        "others are planned",
         between=r";|,(?=\s*\d+x)",  # earlier versions wrote 1x2x2
     )
-    pipe: int = key(1, "pipeline stages, each of consecutive blocks on a cuboid (and replicas) of its own", at_least=1)
+    pipe: int = key(1, "pipeline stages: each has consecutive blocks, on its own cuboid and replicas", at_least=1)
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """what it learns from"""
+    """text and batches"""
 
     paths: tuple[str, ...] = key(
-        (), "text files, folders, or what cuboid data build made; empty: this Python's library", path=True
+        (), "text files, folders, or output of cuboid data build; empty: this Python's library", path=True
     )
     tokenizer: str = key("", "tokenizer.json of the tokenizers library; empty: bytes", path=True)
-    val_fraction: float = key(0.05, "share of the tokens held out for validation", at_least=0, below=1)
-    max_bytes: int = key(1_500_000, "most of the built-in text, Python's own library, to take", at_least=1)
+    val_fraction: float = key(0.05, "fraction of the tokens held out for validation", at_least=0, below=1)
+    max_bytes: int = key(1_500_000, "most bytes to use of the built-in text, Python's library", at_least=1)
     max_bad: float = key(
-        MAX_BAD, "share of a text file's bytes that may be zero or not UTF-8; more is rejected", at_least=0, at_most=1
+        MAX_BAD,
+        "text files with a larger fraction of zero or non-UTF-8 bytes are rejected",
+        at_least=0,
+        at_most=1,
     )
-    seq: int = key(128, "tokens in a sequence", at_least=1, also=("seq_len", "seq_length", "sequence_length"))
-    batch: int = key(16, "sequences in a step, over all ranks", at_least=1, also=("batch_size", "global_batch_size"))
+    seq: int = key(128, "tokens per sequence", at_least=1, also=("seq_len", "seq_length", "sequence_length"))
+    batch: int = key(16, "sequences per step, over all ranks", at_least=1, also=("batch_size", "global_batch_size"))
     micro_batches: int = key(
         1,
-        "a step's batch is computed in this many micro-batches, one after another",
+        "micro-batches per step, computed one after another (gradient accumulation)",
         at_least=1,
         also=("gradient_accumulation_steps",),
     )
-    seed: int = key(0, "order of the samples", at_least=0)
+    seed: int = key(0, "seed of the order of samples", at_least=0)
 
 
 @dataclass(frozen=True)
 class OptimizerSection:
     """AdamW"""
 
-    lr: float = key(2e-3, "highest learning rate", above=0, also=("learning_rate", "max_lr"))
+    lr: float = key(2e-3, "peak learning rate", above=0, also=("learning_rate", "max_lr"))
     beta1: float = key(0.9, "decay of the running mean of gradients", at_least=0, below=1)
     beta2: float = key(0.95, "decay of the running mean of their squares", at_least=0, below=1)
     eps: float = key(1e-8, "added to the root of the mean square", above=0)
-    weight_decay: float = key(0.1, "of weight matrices; norms and biases are spared", at_least=0)
+    weight_decay: float = key(0.1, "of weight matrices; norms and biases have none", at_least=0)
     clip: float = key(
         1.0,
-        "gradients of a larger norm are scaled down to it; 0: never",
+        "largest norm of the gradient, which is scaled down to it; 0: no clipping",
         at_least=0,
         also=("grad_clip", "max_grad_norm"),
     )
@@ -141,7 +144,7 @@ class ScheduleSection:
         20, "steps in which the learning rate rises from 0", at_least=0, also=("warmup_steps", "warmup_iters")
     )
     decay: Literal["cosine", "linear", "constant"] = key("cosine", "how the learning rate falls afterwards")
-    min_lr_ratio: float = key(0.1, "the last learning rate, as a share of the highest", at_least=0, at_most=1)
+    min_lr_ratio: float = key(0.1, "last learning rate, as a fraction of the peak", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True)
@@ -154,21 +157,25 @@ class PrecisionSection:
         "run keeps its own",
         spellings=SPELLINGS,
     )
-    loss_scale: float = key(65536.0, "fp16: what the loss is multiplied by at first", above=0)
-    growth_interval: int = key(2000, "fp16: steps without overflow until the scale doubles", at_least=1)
-    deterministic: bool = key(False, "the same bits in every run on GPUs too, if more slowly; on CPUs they always are")
+    loss_scale: float = key(65536.0, "fp16: initial loss scale", above=0)
+    growth_interval: int = key(2000, "fp16: steps without overflow after which the scale doubles", at_least=1)
+    deterministic: bool = key(False, "bitwise reproducible on GPUs too, but slower; on CPUs every run is")
 
 
 @dataclass(frozen=True)
 class MemorySection:
-    """what is kept for backward, and what is recomputed"""
+    """what is kept for backward and what is recomputed"""
 
-    activations: Literal["regather", "retain"] = key("regather", "activations gathered for a matmul")
-    weights: Literal["regather", "retain"] = key("regather", "weights gathered for a matmul")
-    recompute: Literal["none", "selective", "full"] = key(
-        "none", "in backward: nothing, attention, or whole blocks", was="memory.checkpoint"
+    activations: Literal["regather", "retain"] = key(
+        "regather", "gathered activations: gather them again in backward, or keep them"
     )
-    head_elements: int = key(1 << 24, "most elements of partial logits alive at a time", at_least=1)
+    weights: Literal["regather", "retain"] = key(
+        "regather", "gathered weights: gather them again in backward, or keep them"
+    )
+    recompute: Literal["none", "selective", "full"] = key(
+        "none", "recompute in backward: nothing, attention, or whole blocks", was="memory.checkpoint"
+    )
+    head_elements: int = key(1 << 24, "most elements of partial logits in memory at a time", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -178,12 +185,14 @@ class OverlapSection:
     prefetch: bool = key(True, "gather the next layer's weights while this one computes")
     sub_batches: int = key(
         0,
-        "interleaved sub-batches of a micro-batch: one computes while others communicate; 1: none, 0: chosen by size",
+        "interleaved sub-batches of a micro-batch: one computes while others communicate; 1: none, 0: by size",
         at_least=0,
         was="overlap.parts",
     )
     chunks: int = key(
-        0, "of a matmul's tokens: one is multiplied while others are sent; 1: none, 0: chosen by size", at_least=0
+        0,
+        "chunks of a matmul's tokens: one is multiplied while others travel; 1: none, 0: by size",
+        at_least=0,
     )
     compile: bool = key(False, "fuse elementwise work with torch.compile")
     beside: bool = key(False, "run the forward of a micro-batch beside the backward of the one before it")
@@ -198,7 +207,7 @@ class OverlapSection:
 class LossSection:
     """cross entropy"""
 
-    label_smoothing: float = key(0.0, "share of the target spread over the vocabulary", at_least=0, below=1)
+    label_smoothing: float = key(0.0, "fraction of the target spread over the vocabulary", at_least=0, below=1)
     z_loss: float = key(0.0, "weight of the squared log-partition, which keeps logits small", at_least=0)
 
 
@@ -207,19 +216,19 @@ class CheckpointSection:
     """checkpoints, in the run folder"""
 
     every: int = key(0, "steps between checkpoints; 0: only at the end", at_least=0)
-    keep: int = key(2, "how many to keep, the newest; 0: all", at_least=0)
-    background: bool = key(True, "write them while training goes on")
-    attempts: int = key(4, "times to try to write one, on a full disk say, before the run stops", at_least=1)
-    pause: float = key(10.0, "seconds from one attempt to the next", at_least=0)
+    keep: int = key(2, "newest checkpoints to keep; 0: all", at_least=0)
+    background: bool = key(True, "write them while training continues")
+    attempts: int = key(4, "attempts to write one, for instance to a full disk, before the run stops", at_least=1)
+    pause: float = key(10.0, "seconds between attempts", at_least=0)
 
 
 @dataclass(frozen=True)
 class RestartSection:
-    """failed ranks are restarted"""
+    """restarts after failures"""
 
     max_restarts: int = key(
         3,
-        "times in a row that all ranks are restarted without a new checkpoint; 0: never",
+        "restarts in a row without a new checkpoint between them; 0: never restart",
         at_least=0,
         was="restart.most",
     )
@@ -227,25 +236,28 @@ class RestartSection:
 
 @dataclass(frozen=True)
 class WatchSection:
-    """ranks that stall"""
+    """the watchdog"""
 
     timeout: float = key(
-        300.0, "seconds until a stalled rank ends all, with a message naming it; 0: never", at_least=0, at_most=1e6
+        300.0,
+        "seconds until a stalled rank ends the run, which names that rank; 0: never",
+        at_least=0,
+        at_most=1e6,
     )
 
 
 @dataclass(frozen=True)
 class GuardSection:
-    """steps that go wrong"""
+    """abnormal steps"""
 
-    nonfinite: Literal["skip", "stop"] = key("skip", "what to do if the loss or its gradient is not finite")
-    spike: Literal["warn", "skip", "stop"] = key("warn", "what to do if one of them is far above the last steps'")
-    loss_factor: float = key(2.0, "a spike: a loss so many times the median of the last steps; 0: none is", at_least=0)
-    norm_factor: float = key(10.0, "a spike: a gradient's norm so many times the median; 0: none is", at_least=0)
-    window: int = key(50, "how many steps the median is of", at_least=1)
+    nonfinite: Literal["skip", "stop"] = key("skip", "action if the loss or its gradient is not finite")
+    spike: Literal["warn", "skip", "stop"] = key("warn", "action if one of them is far above the last steps'")
+    loss_factor: float = key(2.0, "spike: a loss above this multiple of the last steps' median; 0: none", at_least=0)
+    norm_factor: float = key(10.0, "spike: a gradient's norm above this multiple of the median; 0: none", at_least=0)
+    window: int = key(50, "number of last steps whose median is taken", at_least=1)
     max_skips: int = key(
         10,
-        "stop after more skipped steps in a row, fp16's search for its scale aside",
+        "stop after more skipped steps in a row; fp16's search for its scale does not count",
         at_least=0,
         was="guard.most_skips",
     )
@@ -254,22 +266,22 @@ class GuardSection:
 
 @dataclass(frozen=True)
 class LoggingSection:
-    """what is written and shown"""
+    """output"""
 
     folder: str = key("", "run folder; empty: a new one in runs/", path=True)
-    every: int = key(1, "steps between lines of metrics", at_least=1)
+    every: int = key(1, "steps between metrics", at_least=1)
     eval_every: int = key(50, "steps between validations; 0: only at the end", at_least=0)
-    eval_batches: int = key(8, "batches in a validation", at_least=1)
+    eval_batches: int = key(8, "batches per validation", at_least=1)
     tensorboard: bool = key(True, "write TensorBoard events too")
-    sample_tokens: int = key(120, "length of the text sampled at the end; 0: none", at_least=0)
-    sample_prompt: str = key("class ", "what the sample continues")
+    sample_tokens: int = key(120, "tokens of the text sampled at the end; 0: none", at_least=0)
+    sample_prompt: str = key("class ", "prompt of the sample")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides a run."""
+    """All settings of a run."""
 
-    seed: int = key(0, "of initialisation, dropout and sampling", at_least=0)
+    seed: int = key(0, "seed of initialisation, dropout and sampling", at_least=0)
     model: ModelSection = ModelSection()
     cuboid: CuboidSection = CuboidSection()
     data: DataSection = DataSection()
@@ -290,7 +302,7 @@ class TrainConfig:
         m, scaling = self.model, self.model.rope_scaling
         if m.vocab and m.vocab < vocab:
             raise ValueError(
-                f"model.vocab = {m.vocab} is less than the tokenizer's {vocab} tokens; use 0 or more of them"
+                f"model.vocab = {m.vocab} is less than the tokenizer's {vocab} tokens; use 0, or at least {vocab}"
             )
         values = {each.name: getattr(m, each.name) for each in fields(ModelConfig)}
         values["vocab"] = m.vocab or vocab
@@ -307,7 +319,7 @@ class TrainConfig:
         return Cuboid(c.x, c.y, c.z, c.replicas, c.order, pipe=c.pipe)
 
     def schedule_on(self, cuboid: Cuboid, sub_batches: int = 1, chunks: int = 1) -> Schedule:
-        """What overlaps with what. Without a pipe nothing is said of it."""
+        """The schedule of steps on this cuboid. Keys of the pipeline are left at their defaults without a pipe."""
         o = self.overlap
         stages = o.stages or (2 if o.pipeline == "interleaved" else 1)
         pipeline = ("beside" if o.beside else o.pipeline, stages, o.split) if cuboid.pipe > 1 else ()
@@ -320,16 +332,16 @@ class TrainConfig:
         return replace(self, precision=replace(self.precision, dtype=usual))  # type: ignore[arg-type]
 
     def other_cuboids(self) -> list[Cuboid]:
-        """For other numbers of ranks."""
+        """The cuboids to use for other numbers of ranks."""
         return [_other(text, ",".join(self.cuboid.order)) for text in self.cuboid.others]
 
     def check(self) -> None:
-        """Raise if this cannot run, from what can be known before anything is started or written."""
+        """Raise ValueError if this cannot run. Nothing has been started or written yet."""
         for name, each in keys(TrainConfig).items():
             each.fit(value_of(self, name))
         data, schedule = self.data, self.schedule
         for cuboid in (self.cuboid_shape(), *self.other_cuboids()):
-            self._check_cuts(cuboid)
+            self._check_cuboid(cuboid)
         if schedule.warmup > schedule.steps:
             raise ValueError(
                 f"schedule.warmup = {schedule.warmup} is more than schedule.steps = {schedule.steps}; "
@@ -346,13 +358,13 @@ class TrainConfig:
             if path and not Path(path).exists():
                 raise ValueError(f"{name}: {path} does not exist{_nearest_file(Path(path))}")
 
-    def _check_cuts(self, cuboid: Cuboid) -> None:
+    def _check_cuboid(self, cuboid: Cuboid) -> None:
         data = self.data
-        parts = data.micro_batches * cuboid.replicas
-        if data.batch % parts:
-            near = [n for n in (data.batch // parts * parts, (data.batch // parts + 1) * parts) if n]
+        count = data.micro_batches * cuboid.replicas
+        if data.batch % count:
+            near = [n for n in (data.batch // count * count, (data.batch // count + 1) * count) if n]
             raise ValueError(
-                f"data.batch = {data.batch} cannot be cut into data.micro_batches · cuboid.replicas = {parts}; "
+                f"data.batch = {data.batch} cannot be split into data.micro_batches · cuboid.replicas = {count}; "
                 f"use {' or '.join(map(str, near))}"
             )
         model, schedule = self.model_config(self.model.vocab or 1), self.schedule_on(cuboid)
@@ -380,8 +392,8 @@ def _other(text: str, order: str) -> Cuboid:
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = (), preset: str = "") -> TrainConfig:
-    """The defaults, changed by the preset or the model to begin with, the file, and each `key=value`. Call `check`
-    before a run."""
+    """Returns the defaults, overridden by the preset or pretrained model, then the file, then each `key=value`. Call
+    `check` before a run."""
     given = {"model.preset": preset} if preset else {}
     given |= flatten(TrainConfig, _read(path)) if path else {}
     given |= dict(assignment(TrainConfig, text) for text in overrides)
@@ -391,7 +403,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = (), preset: str = 
 
 
 def missing(path: Path | None, names: Sequence[str]) -> list[str]:
-    """Which of these keys a file, if there is one, does not give."""
+    """Returns those of these keys that the file, if there is one, does not set."""
     given = flatten(TrainConfig, _read(path)) if path else {}
     return [name for name in names if name not in given]
 
@@ -402,8 +414,8 @@ def resolved_toml(config: TrainConfig) -> str:
 
 
 def differences(config: TrainConfig, written: str) -> list[str]:
-    """Where a run folder's config.toml is not this run's, in what decides the result: "key = theirs (here ours)".
-    Empty: it is this run's, on whatever ranks. A precision of auto is any: the run's folder says which it came to."""
+    """Compares a run folder's config.toml with this run, in all that changes the result: "key = theirs (here ours)".
+    Empty if it is this run, on any ranks. A precision of auto equals any: the run's folder has the one it became."""
     try:
         with warnings.catch_warnings(action="ignore", category=RenamedKey):
             theirs = flatten(TrainConfig, tomllib.loads(written))
@@ -452,7 +464,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 def _pretrained(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the model to begin with, and its tokenizer where the text is still to be tokenised."""
+    """The keys of the model to start from, and its tokenizer unless the text is tokenised already."""
     if not given.get("model.pretrained"):
         return {}
     if given.get("model.preset"):
@@ -471,7 +483,7 @@ def _pretrained(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_keys(model: ModelConfig) -> dict[str, Any]:
-    """A model's keys. What follows from other keys is left to follow: a changed hidden has its own ffn."""
+    """A model's keys. Derived values stay derived: ffn, for one, follows a changed hidden."""
     values = {f"model.{each.name}": getattr(model, each.name) for each in fields(ModelConfig)}
     for word, blank, written in [(w, 0, 0) for w in ("kv_heads", "head_dim", "ffn")] + [
         (w, None, "auto") for w in ("tied", "bias", "qkv_bias")

@@ -1,7 +1,7 @@
-"""The numerical guard: what becomes of a step whose loss or gradient is not finite, or far above the last ones.
+"""The numerical guard: what happens to a step whose loss or gradient is not finite, or far above the last steps'.
 
-It judges values that are the same on every rank, and what it remembers is part of a checkpoint: so all ranks decide
-alike, and a resumed run as the uninterrupted one.
+It judges values that are the same on every rank, and its state is part of a checkpoint. So all ranks decide alike, and
+a resumed run decides as an uninterrupted one.
 """
 
 from collections import deque
@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from cuboid.train.config import GuardSection
 
-REMEDY = "The last checkpoint is as it was; resume from it with a lower optimizer.lr, or with another policy"
+REMEDY = "The last checkpoint is intact; resume from it with a lower optimizer.lr, or with another policy"
 
 
 class Diverged(ValueError):
-    """The run is not worth going on with as it is configured."""
+    """Training diverged, and the configuration says to stop."""
 
 
 class Guard:
@@ -25,28 +25,28 @@ class Guard:
         self.losses: deque[float] = deque(maxlen=config.window)  # of the last steps taken
         self.norms: deque[float] = deque(maxlen=config.window)
         self.skips = self.in_a_row = 0
-        self.spike = False  # the last step was one
-        self.said = ""  # of the last step, to a person
+        self.spike = False  # whether the last step was one
+        self.message = ""  # of the last step, to a person
 
     def admit(self, step: int, loss: float, norm: float, searching: bool = False) -> bool:
         """Whether to take the step. While fp16 is `searching` for its scale, a gradient may overflow."""
         kind, fault = self._fault(loss, norm)
-        self.spike, self.said = kind == "spike", f"step {step}: {fault}" if fault else ""
+        self.spike, self.message = kind == "spike", f"step {step}: {fault}" if fault else ""
         if kind == "nonfinite" and searching and isfinite(loss):
-            self.skips, self.said = self.skips + 1, ""
+            self.skips, self.message = self.skips + 1, ""
             return False
         policy = {"": "take", "nonfinite": self.config.nonfinite, "spike": self.config.spike}[kind]
         if policy == "stop":
-            raise Diverged(f'{self.said}; guard.{kind} = "stop" ends the run. {REMEDY}')
+            raise Diverged(f'{self.message}; guard.{kind} = "stop" ends the run. {REMEDY}')
         if policy in ("take", "warn"):
             self.in_a_row = 0
             self.losses.append(loss)
             self.norms.append(norm)
             return True
-        self.skips, self.in_a_row, self.said = self.skips + 1, self.in_a_row + 1, f"{self.said}; skipped"
+        self.skips, self.in_a_row, self.message = self.skips + 1, self.in_a_row + 1, f"{self.message}; skipped"
         if self.in_a_row > self.config.max_skips:
             many = f"{self.in_a_row} in a row with guard.max_skips = {self.config.max_skips}"
-            raise Diverged(f"{self.said}, {many}. {REMEDY}")
+            raise Diverged(f"{self.message}, {many}. {REMEDY}")
         return False
 
     def _fault(self, loss: float, norm: float) -> tuple[Literal["", "nonfinite", "spike"], str]:
@@ -62,7 +62,7 @@ class Guard:
             ):
                 usual = median(seen)
                 if factor and value > factor * usual:
-                    return "spike", f"the {what} is {value:.4g}, where the last {c.window} had a median of {usual:.4g}"
+                    return "spike", f"the {what} is {value:.4g}; the median of the last {c.window} steps is {usual:.4g}"
         return "", ""
 
     def state(self) -> dict[str, Any]:

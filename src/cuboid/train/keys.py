@@ -14,17 +14,17 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-#: Of any number: the last whole one that 64 bits hold.
+#: The largest integer that 64 bits hold.
 LARGEST = 2**63 - 1
 
 
 class RenamedKey(FutureWarning):
-    """A key, or a flag, by its name in an earlier version."""
+    """A key or a flag was given by its earlier name."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a key means, and which values of its type it takes."""
+    """The meaning of a key, and which values of its type are valid."""
 
     help: str
     at_least: float | None = None
@@ -32,10 +32,10 @@ class Rule:
     below: float | None = None
     at_most: float | None = None
     path: bool = False  # names files: made absolute, so that a run resumes from any working directory
-    also: tuple[str, ...] = ()  # what others call it
+    also: tuple[str, ...] = ()  # its names in other projects
     was: str = ""  # its dotted name in earlier versions
-    spellings: Mapping[str, str] = field(default_factory=dict)  # of a value, or of an item of a list
-    between: str = ","  # items of a list, where it is typed without brackets: a regular expression
+    spellings: Mapping[str, str] = field(default_factory=dict)  # other spellings of values, or of items of a list
+    between: str = ","  # separates items of a list typed without brackets: a regular expression
 
 
 def key(
@@ -65,7 +65,7 @@ class Key:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """All values the key takes, if they can be counted."""
+        """All valid values, if the key has a list of them."""
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         found: list[Any] = []
         for kind in kinds:
@@ -89,7 +89,7 @@ class Key:
         return ", ".join([text, " and ".join(given)]) if given else text
 
     def fit(self, value: Any) -> Any:
-        """`value` as the key's type; raise if the key does not take it."""
+        """Returns `value` as the key's type; raises ValueError if it is not valid."""
         value = self._respelt(value)
         if self.choices:
             ok = any(type(value) is type(choice) and value == choice for choice in self.choices)
@@ -107,7 +107,7 @@ class Key:
         return value
 
     def parse(self, text: str) -> Any:
-        """What a person typed after `key=`: a TOML value, or the bare text where the key takes text."""
+        """Reads what was typed after `key=`: a TOML value, or bare text if the key takes text."""
         try:
             table = tomllib.loads(f"value = {text}")
         except tomllib.TOMLDecodeError:
@@ -140,14 +140,14 @@ class Key:
 
     def _remedy(self, value: Any) -> str:
         if isinstance(value, int) and abs(value) > LARGEST:
-            return "use one that 64 bits hold"
+            return "use one that fits into 64 bits"
         texts = [choice for choice in self.choices if isinstance(choice, str)]
         near = get_close_matches(value, texts, 1) if isinstance(value, str) else []
         return f"did you mean {toml(near[0])}?" if near else f"the default is {toml(self.default)}"
 
 
 def sections(tree: type, at: str = "") -> Iterator[tuple[str, type]]:
-    """Every table of the tree with its dotted name, the root's empty."""
+    """Every section of the tree with its dotted name; the root's is empty."""
     yield at, tree
     hints = get_type_hints(tree)
     for each in fields(tree):
@@ -168,7 +168,7 @@ def keys(tree: type) -> dict[str, Key]:
 
 
 def flatten(tree: type, table: Mapping[str, Any]) -> dict[str, Any]:
-    """A TOML table as dotted keys with their values, types checked. One warning for all keys by their earlier names."""
+    """Returns a TOML table as dotted keys with checked values. Warns once of all keys given by earlier names."""
     renamed: dict[str, str] = {}
     found = _flatten(tree, table, "", renamed)
     if renamed:
@@ -198,7 +198,7 @@ def _flatten(tree: type, table: Mapping[str, Any], at: str, renamed: dict[str, s
 
 
 def assignment(tree: type, text: str) -> tuple[str, Any]:
-    """`key=value` as typed on the command line."""
+    """Reads `key=value` as typed on the command line."""
     typed_name, equals, typed = (part.strip() for part in text.partition("="))
     name = earlier_names(tree).get(typed_name, typed_name)
     if name != typed_name:
@@ -214,7 +214,7 @@ def assignment(tree: type, text: str) -> tuple[str, Any]:
 
 
 def earlier_names(tree: type) -> dict[str, str]:
-    """The names that keys have now, by what earlier versions called them."""
+    """The current names of keys, by their earlier names."""
     return {each.rule.was: name for name, each in keys(tree).items() if each.rule.was}
 
 
@@ -224,7 +224,7 @@ def _warn_of(renamed: Mapping[str, str]) -> None:
 
 
 def build(tree: type, values: Mapping[str, Any], at: str = "") -> Any:
-    """The tree, with a default wherever `values` has no such dotted key."""
+    """Builds the tree from dotted keys; keys that `values` lacks have their defaults."""
     hints, arguments = get_type_hints(tree), {}
     for each in fields(tree):
         name = f"{at}.{each.name}".strip(".")
@@ -243,7 +243,7 @@ def value_of(tree: object, name: str) -> Any:
 
 
 def write(tree: object) -> str:
-    """The tree as TOML that reads back as the same tree, each key with its meaning beside it."""
+    """The tree as TOML that reads back as the same tree, each key with its meaning as a comment."""
     known, blocks = keys(type(tree)), []
     for at, section in sections(type(tree)):
         own = [k for name, k in known.items() if name.rpartition(".")[0] == at]
@@ -257,7 +257,7 @@ def write(tree: object) -> str:
 
 
 def meaning(k: Key) -> str:
-    """The help, with the values to choose from."""
+    """The help of a key, with its valid values if it has a list of them."""
     texts = [choice for choice in k.choices if isinstance(choice, str)]
     return k.rule.help + (f" ({', '.join(toml(choice) for choice in k.choices)})" if texts else "")
 
@@ -273,14 +273,14 @@ def toml(value: Any) -> str:
 
 
 def unknown(tree: type, name: str, value: Any) -> ValueError:
-    """The error for a key that is not there, with the nearest one that is."""
+    """The error for an unknown key, with the most similar known one."""
     word = name.rpartition(".")[2]
     names = [*keys(tree), *(at for at, _ in sections(tree) if at)]
     words = {each.rpartition(".")[2]: each for each in reversed(names)}
     near = [each for each, known in keys(tree).items() if word in known.rule.also]
     near = near or [each for each in names if each.rpartition(".")[2] == word] or get_close_matches(name, names, 1, 0.7)
     near = near or [words[each] for each in get_close_matches(word, list(words), 1)]
-    hint = f"did you mean {' or '.join(near)}?" if near else "it is like none of them"
+    hint = f"did you mean {' or '.join(near)}?" if near else "no key is similar"
     what = "section" if isinstance(value, Mapping) else "key"
     arrived = name if what == "section" else f"{name} = {value if isinstance(value, str) else toml(value)}"
     return ValueError(f"{arrived}: there is no such {what}; {hint} (cuboid config --show lists all)")

@@ -1,4 +1,4 @@
-"""A run whose ranks are killed at random moments, held against the same run left alone."""
+"""Compares a run whose ranks are killed at random moments with the same run left alone."""
 
 import json
 import os
@@ -21,25 +21,25 @@ from cuboid.train.loop import Trainer
 
 MOMENTS = ("in a step", "in a save", "while starting")
 SAVE_EVERY, KILL_EVERY = 2, 6  # steps
-TAIL = 60  # steps after the last kill is due: who kills may be held up meanwhile
-PATIENCE = 600.0  # seconds without what must come
+TAIL = 60  # steps after the last kill is due, because the killer may be late
+PATIENCE = 600.0  # seconds to wait for what must happen
 
 
 @dataclass
 class Kill:
     moment: str
-    step: int  # the last one taken before
-    resumed: int = 0  # the one it went on after
-    again: int = 0  # steps that were taken and had to be taken again
+    step: int  # the last one before the kill
+    resumed: int = 0  # the step it resumed after
+    repeated: int = 0  # steps that had to be taken again
 
 
 @dataclass(frozen=True)
 class Survival:
-    """What became of a killed run, against the one left alone."""
+    """How a killed run differs from the one left alone."""
 
     kills: list[Kill]
     tensors: int
-    different: list[str]  # tensors, and files of the run, that are not the same to the bit
+    different: list[str]  # tensors, and files of the run, that are not bitwise equal
 
     @property
     def ok(self) -> bool:
@@ -47,7 +47,7 @@ class Survival:
 
 
 def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Callable[[str], None]) -> Survival:
-    """Train twice in `folder`, once alone and once with so many kills, and compare all that both leave behind."""
+    """Train twice in `folder`, once alone and once with `kills` kills, and compare all files of both runs."""
     if not Path(f"/proc/{os.getpid()}/task").is_dir():
         raise ValueError("--kills finds the ranks to kill in /proc, which is not here; run it on Linux")
     config = replace(
@@ -62,7 +62,7 @@ def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Call
     tell(f"{config.schedule.steps} steps, left alone")
     alone = start(config, folder / "alone")
     if alone.wait():
-        raise RuntimeError(f"the run left alone has failed: {said(folder / 'alone')}")
+        raise RuntimeError(f"the run left alone failed: {log_of(folder / 'alone')}")
     killed = start(config, folder / "killed")
     try:
         ranks = config.cuboid_shape().ranks
@@ -71,20 +71,20 @@ def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Call
     finally:
         killed.kill()  # and its ranks end with it
         killed.wait()
-    told = said(folder / "killed")
-    resumed = [int(step or 0) for step in re.findall(r"start again, (?:after step (\d+)|from the beginning)", told)]
+    log = log_of(folder / "killed")
+    resumed = [int(step or 0) for step in re.findall(r"start again, (?:after step (\d+)|from the beginning)", log)]
     if killed.returncode or len(resumed) != kills:
-        raise RuntimeError(f"exit code {killed.returncode} after {len(resumed)} restarts of {kills}: {told}")
+        raise RuntimeError(f"exit code {killed.returncode} after {len(resumed)} restarts of {kills}: {log}")
     before = Kill("", 0)
     for kill, step in zip(done, resumed, strict=True):
         kill.resumed = step
         progress = (kill.step, step) != (before.step, before.resumed)  # else it was killed again before its first step
-        kill.again, before = max(0, kill.step - step) * progress, kill
+        kill.repeated, before = max(0, kill.step - step) * progress, kill
     return compare(config, done, folder / "alone", folder / "killed")
 
 
 def start(config: TrainConfig, run: Path) -> "subprocess.Popen[bytes]":
-    """`cuboid train`, as a person would. What it says goes to a file: many kills say more than a pipe holds."""
+    """Runs `cuboid train`. Its output goes to a file: with many kills there is more than a pipe holds."""
     file = run.with_suffix(".toml")
     file.write_text(resolved_toml(replace(config, logging=replace(config.logging, folder=str(run)))), "utf-8")
     words = [sys.executable, "-m", "cuboid", "train", str(file)]
@@ -92,7 +92,7 @@ def start(config: TrainConfig, run: Path) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=log)
 
 
-def said(run: Path) -> str:
+def log_of(run: Path) -> str:
     return run.with_suffix(".log").read_text("utf-8", "replace")
 
 
@@ -104,7 +104,7 @@ def kill_ranks(
     dice: random.Random,
     tell: Callable[[str], None],
 ) -> Iterator[Kill]:
-    """One of each generation of ranks: while it starts or, the run having come further, in a step or in a save."""
+    """Kills one rank after each start: while ranks start or, once the run has progressed, in a step or in a save."""
     dead: set[int] = set()
 
     def until(what: Callable[..., object], *args: object) -> None:
@@ -113,17 +113,17 @@ def kill_ranks(
             if process.poll() is not None or time.monotonic() > deadline:
                 process.kill()
                 process.wait()
-                raise RuntimeError(f"the killed run has come to an end: {said(run)}")
+                raise RuntimeError(f"the killed run ended: {log_of(run)}")
             time.sleep(0.001)
 
     for number in range(1, kills + 1):
-        moment = dice.choices(MOMENTS, (2, 2, number > 1))[0]  # a run killed before its first step does not go on
+        moment = dice.choices(MOMENTS, (2, 2, number > 1))[0]  # a run killed before its first step is not restarted
         until(lambda before: len(ranks_of(process) - before) == ranks, dead)
         if moment == "while starting":
             time.sleep(dice.uniform(0, 1))
         else:
             until(lambda further: last_step(run) >= further, number * KILL_EVERY)
-            if moment == "in a save":  # the next, or one that is not over before it is seen
+            if moment == "in a save":  # the next one that is seen before it is over
                 until(lambda late: saving(run) or last_step(run) >= late, (number + 1) * KILL_EVERY)
             time.sleep(dice.uniform(0, 0.02))
         begun, step = saving(run), last_step(run)
@@ -131,13 +131,13 @@ def kill_ranks(
         os.kill(dice.choice(sorted(victims)), signal.SIGKILL)
         if moment != "while starting":
             moment = MOMENTS[bool(begun and saving(run) == begun)]
-        dead = victims  # the last ones alone: numbers come again
+        dead = victims  # only the last ones: process ids are reused
         tell(f"kill {number} of {kills}: {moment}, after step {step}")
         yield Kill(moment, step)
 
 
 def ranks_of(process: "subprocess.Popen[bytes]") -> set[int]:
-    """The processes it has forked."""
+    """The processes that it forked."""
     try:
         return {int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()}
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def curve(run: Path) -> list[tuple[int, float, float]]:
 
 
 def different_tensors(world: World, config: TrainConfig, ours: Path, theirs: Path) -> tuple[list[str], int]:
-    """Of this rank's shards of parameters and optimizer state: those that differ in any bit, and how many there are."""
+    """Names of this rank's shards of parameters and optimizer state that differ in any bit, and how many there are."""
     trainer = Trainer(config, world)
 
     def loaded(path: Path) -> dict[str, bytes]:

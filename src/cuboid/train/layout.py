@@ -1,4 +1,4 @@
-"""What a run is laid out on: its cuboid with the schedule that suits, or one device to compare with."""
+"""The parallelism of a run: its cuboid with a suitable schedule, or one device to compare with."""
 
 import torch
 
@@ -21,7 +21,7 @@ def on_cuboid(config: TrainConfig, model: ModelConfig, world: World) -> Parallel
 
 
 def schedule_of(config: TrainConfig, model: ModelConfig, apart: bool, gpu: bool) -> Schedule:
-    """As configured, and what suits where it is not."""
+    """The configured schedule; what is left open is chosen by size."""
     d, asked, itemsize = config.data, config.overlap, (COMPUTE[config.precision.dtype] or torch.float32).itemsize
     suits = suitable_schedule(model, config.cuboid_shape(), d.batch // d.micro_batches, d.seq, itemsize, apart, gpu)
     sub_batches, chunks = asked.sub_batches or suits.sub_batches, asked.chunks or suits.chunks

@@ -52,11 +52,11 @@ from cuboid.train.writer import Writer, forget
 
 @dataclass
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     folder: str
-    steps: int  # done, of
-    of: int
+    steps: int  # done
+    of: int  # planned
     loss: float
     val_loss: float
     unigram: float
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def corpus_of(config: TrainConfig, tell: Callable[[str], object] = lambda _: None) -> data.Corpus:
-    """What the run reads; tells of faults in its text files."""
+    """Loads or tokenises the run's text, and reports faults in its files to `tell`."""
     d = config.data
     tokenizer = Path(d.tokenizer) if d.tokenizer else None
     if not d.paths:
@@ -84,7 +84,7 @@ def warn(text: str) -> None:
 
 
 class Trainer:
-    """Model, optimizer and place in the data of one rank; `step` takes one step. Weights at rest are of `dtype`."""
+    """Model, optimizer and position in the data of one rank; `step` takes one step. `dtype`: of the weights at rest."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Trainer:
             self.origin.load(self.model)
         self.model.freeze(config.model.freeze)
         self.optimizer = adamw(self.model, config.optimizer)
-        self.fresh: dict[str, int] = {}  # after how many updates the moments of parameters unfrozen since began
+        self.fresh: dict[str, int] = {}  # of parameters unfrozen since: the updates before their moments began
         self.loss = Loss(label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss)
         fp16 = config.precision.dtype == "fp16"
         self.scale = LossScale(config.precision.loss_scale, config.precision.growth_interval) if fp16 else LossScale()
@@ -119,7 +119,7 @@ class Trainer:
         self.held_out = data.Samples(self.corpus.val, d.seq, most=most) if len(self.corpus.val) > d.seq else None
 
     def step(self, stop: bool = False) -> tuple[StepReport, bool]:
-        """One optimizer step; also whether any rank wants to stop."""
+        """Takes one optimizer step. Returns its report, and whether any rank was asked to stop."""
         config, ledger = self.config, self.model.parallel.mesh.ledger
         ledger.reset()
         if self.watch is not None:
@@ -156,7 +156,7 @@ class Trainer:
         return report, applied.stop
 
     def micro_batches(self, step: int, which: Iterable[int]) -> list[tuple[Tensor, At]]:
-        """Of a step: tokens, and what layers know of them."""
+        """The tokens of these micro-batches of a step, and what layers know of them."""
         config, found = self.config, []
         seed = key_of(config.seed, f"dropout.{step}") if self.model.config.dropout else None
         for i in which:
@@ -169,8 +169,8 @@ class Trainer:
             self.recorder.begin(phase)
 
     def trace_unscheduled(self) -> Trace:
-        """The last micro-batch once more with the schedule off, in a model whose gradients are thrown away; the second
-        of two turns, as the first one warms up."""
+        """Traces the last micro-batch again with the schedule off, in a model whose gradients are discarded; after a
+        first time that warms up."""
         last, model = self.config.data.micro_batches - 1, unscheduled(self.model)
         ((tokens, at),) = self.micro_batches(self.done - 1, [last])
         context = replace(at.place.context, ledger=model.parallel.mesh.ledger, overlap=False)
@@ -203,7 +203,7 @@ class Trainer:
         return total / count
 
     def sample(self) -> str:
-        """A text that continues the configured prompt."""
+        """Returns a continuation of the configured prompt, with the prompt."""
         log, tokenizer = self.config.logging, self.corpus.tokenizer
         prompt = [int(token) for token in tokenizer.encode(log.sample_prompt)] or [0]
         prompt = prompt[: self.model.config.context - 1]
@@ -215,7 +215,7 @@ class Trainer:
         return tokenizer.decode(prompt + tokens)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors. Samples and randomness follow from steps and seeds."""
+        """What a checkpoint holds besides tensors. Steps and seeds determine samples and randomness."""
         return {
             "model": asdict(self.model.config),
             "updates": self.updates,
@@ -230,12 +230,12 @@ class Trainer:
         }
 
     def order(self) -> dict[str, int]:
-        """What decides which samples a step sees, besides the text."""
+        """The keys that decide, with the text, which samples a step sees."""
         d = self.config.data
         return {"batch": d.batch, "seq": d.seq, "seed": d.seed}
 
     def resume(self, given: Path) -> str:
-        """From the newest good checkpoint of a run, or from the one that is given. What has changed, if anything."""
+        """Loads the newest good checkpoint of a run, or the given one. Returns a line on what changed, or ""."""
 
         def check(path: Path, state: Mapping[str, Any]) -> None:
             checkpoint.check_model(path, state, asdict(self.model.config))
@@ -252,26 +252,26 @@ class Trainer:
 
 def check_data(path: Path, state: Mapping[str, Any], trainer: Trainer) -> None:
     if state["data"] is None:
-        raise ValueError(f"{path} was imported, and there is no training to go on with; begin with model.pretrained")
+        raise ValueError(f"{path} was imported: there is no training to resume; start from it with model.pretrained")
     if state["data"]["digest"] != trainer.corpus.digest:
-        raise ValueError(f"{path} was trained on other text; give the data it began with, or begin a new run")
+        raise ValueError(f"{path} was trained on other text; give the same data, or start a new run")
     for name, here in trainer.order().items():
         if state["data"][name] != here:
             raise ValueError(
                 f"{path} was trained with data.{name} = {state['data'][name]}; data.{name} = {here} would repeat or "
-                "skip samples; keep what it began with, or begin a new run"
+                "skip samples; keep the earlier value, or start a new run"
             )
 
 
 def thawed(before: str, trainer: Trainer) -> str:
-    """What changes with another pattern of frozen parameters than the checkpoint's."""
+    """Says what changes if other parameters are frozen now than in the checkpoint."""
     now, names = trainer.config.model.freeze, parameter_names(trainer.model.config)
     if now == before:
         return ""
     was, frozen = matching(before, names), matching(now, names)
     return (
-        f"model.freeze was {toml(before)} and is {toml(now)}: trained from here on, with moments of zero, "
-        f"{_tensors(was - frozen)}; no longer {_tensors(frozen - was)}"
+        f"model.freeze changed from {toml(before)} to {toml(now)}: {_tensors(was - frozen)} newly trained, with zero "
+        f"moments; {_tensors(frozen - was)} newly frozen"
     )
 
 
@@ -289,12 +289,12 @@ def introduction(trainer: Trainer, folder: Path, changed: str = "", precision_wh
         f"model   {c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {c.parameters:,} parameters, "
         f"{held:,} on rank 0",
         f"cuboid  {cuboid}, {cuboid.ranks} ranks, {precision}{pipeline_of(trainer)}",
-        f"data    {len(trainer.corpus.train):,} tokens of {text}; {d.batch} × {d.seq} tokens a step",
+        f"data    {len(trainer.corpus.train):,} tokens of {text}; {d.batch} × {d.seq} tokens per step",
         f"run     {folder}",
     ]
     if frozen:
         count = sum(prod(spec.shape) for spec in frozen)
-        lines.insert(1, f"frozen  {count:,} of these, in {_tensors(frozen)}, by {toml(trainer.config.model.freeze)}")
+        lines.insert(1, f"frozen  {count:,} parameters in {_tensors(frozen)}, by {toml(trainer.config.model.freeze)}")
     if trainer.done:
         lines.append(f"resumed after step {trainer.done}")
     if changed:
@@ -309,8 +309,8 @@ def pipeline_of(trainer: Trainer) -> str:
 
 
 def open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFolder | None:
-    """Where the run is kept, for rank 0, which writes there. Nothing is made before all is known good. What rank 0
-    rejects is raised by all ranks, so that none is left waiting."""
+    """Opens or creates the run folder on rank 0, which writes there; others get None. An error of rank 0 is raised by
+    all ranks, so that none is left waiting."""
     mesh, run, rejected = trainer.model.parallel.mesh, None, None
     if mesh.rank == 0:
         try:
@@ -343,7 +343,7 @@ def _open_folder(trainer: Trainer, folder: Path, resume: Path | None) -> RunFold
 
 
 def keep_trace(trainer: Trainer, recorder: Recorder, folder: Path) -> None:
-    """All ranks' as trace.json, a layer of rank 0's as timeline.png, with the schedule off and on."""
+    """Writes all ranks' traces to trace.json, and a layer of rank 0, with the schedule off and on, to timeline.png."""
     mesh = trainer.model.parallel.mesh
     traces, off = from_all(recorder.end(), mesh.world), trainer.trace_unscheduled()
     if mesh.rank == 0:
@@ -358,7 +358,7 @@ def keep_trace(trainer: Trainer, recorder: Recorder, folder: Path) -> None:
 def train(
     world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int = 0, force: bool = False
 ) -> Outcome | None:
-    """As `run_on_rank`, under the watch."""
+    """`run_on_rank` under the watchdog."""
     with watched(world.rank, world.size, config.watch.timeout) as watch:
         return run_on_rank(replace(world, watch=watch), config, folder, resume, trace, force)
 
@@ -366,15 +366,15 @@ def train(
 def run_on_rank(
     world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int, force: bool
 ) -> Outcome | None:
-    """The whole run, on every rank; rank 0 writes, speaks and returns the outcome. So many steps as `trace` are traced,
-    when everything is warm. Unless by force, only where it fits into the ranks' GPUs."""
+    """Trains, on every rank. Rank 0 writes, prints and returns the outcome. After a warm-up `trace` steps are traced.
+    Raises ValueError if the run does not fit into the rank's GPU, unless `force`."""
     config, why = settled(config, world.device, folder, resume)
     if not force:
         check_device(world, config)
     trainer, asked_for = Trainer(config, world), resume
     folder, resume = from_first(beginning(world, config, folder, resume), trainer.model.parallel.mesh.world)
     changed = trainer.resume(resume) if resume is not None else ""
-    if resume == asked_for and not world.attempt:  # a run that goes on by itself does not end for this
+    if resume == asked_for and not world.attempt:  # must not end a run that is restarted
         check_steps(trace, trainer.done, config.schedule.steps)
     run = open_folder(trainer, folder, resume)
     c = config.checkpoint
@@ -396,8 +396,8 @@ def run_on_rank(
             if trainer.recorder is not None and trainer.done == first + WARM + trace:
                 keep_trace(trainer, trainer.recorder, folder)
             progress.update(report)
-            if trainer.guard.said:
-                progress.note(trainer.guard.said)
+            if trainer.guard.message:
+                progress.note(trainer.guard.message)
             metrics: dict[str, float] = {}
             if report.step % log.every == 0 or report.step == total:
                 metrics = asdict(report)

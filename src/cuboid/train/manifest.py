@@ -1,7 +1,6 @@
 """The manifest of a checkpoint: size and checksum of every other file, and of the list itself.
 
-A name in it is that of a regular file in the same folder; nothing else is ever opened. Files that it does not list are
-ignored.
+Names in it are of regular files in the same folder; nothing else is opened. Files that it does not list are ignored.
 """
 
 import errno
@@ -30,7 +29,7 @@ class Damaged(ValueError):
     """Files of a checkpoint are not as they were written."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
-        super().__init__(path, names)  # as a pickle of it, from rank to rank, is made again
+        super().__init__(path, names)  # the arguments, with which pickle rebuilds it on other ranks
         self.path, self.names = path, names
 
     def __str__(self) -> str:
@@ -39,7 +38,7 @@ class Damaged(ValueError):
 
 
 class Summing:
-    """A file being written, and the checksum of what has been."""
+    """A file being written, and its checksum so far."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._size, self._digest = file, 0, _hash()
@@ -56,7 +55,7 @@ class Summing:
 
 @contextmanager
 def durable(path: Path) -> Iterator[Summing]:
-    """A new file, on the disk when the block ends."""
+    """A new file. It is durable when the block ends."""
     with path.open("xb") as file:
         yield Summing(file)
         file.flush()
@@ -75,7 +74,7 @@ def write(folder: Path, sums: Mapping[str, Sum]) -> None:
 
 
 def read(folder: Path) -> dict[str, Sum]:
-    """The files of a checkpoint and their sums. The manifest is what was written, to the byte, or refused."""
+    """Returns a checkpoint's files with their checksums. Raises Damaged if a byte of the manifest was changed."""
     try:
         with _open(folder / FILE) as file:
             text = file.read()
@@ -85,7 +84,7 @@ def read(folder: Path) -> dict[str, Sum]:
     if isinstance(content, dict) and ".metadata" in content:
         raise ValueError(
             f"checkpoint {folder} was written by an earlier version, with a pickle, which can run any program and is "
-            "never opened; export it with that version and begin with model.pretrained"
+            "never opened; export it with that version and start from it with model.pretrained"
         )
     try:
         version, sums = content["format"], {name: Sum(*each) for name, each in content["files"].items()}
@@ -95,7 +94,7 @@ def read(folder: Path) -> dict[str, Sum]:
     if not whole:
         raise Damaged(folder, [FILE])
     if version != FORMAT:
-        raise ValueError(f"checkpoint {folder} has format {version}; this version reads {FORMAT}, use a newer one")
+        raise ValueError(f"checkpoint {folder} has format {version}, but this version reads {FORMAT}; use a newer one")
     outside = [f"{FILE}, which names {name!r}," for name in sums if not _NAME.fullmatch(name) or name == FILE]
     if outside:
         raise Damaged(folder, outside)
@@ -103,7 +102,7 @@ def read(folder: Path) -> dict[str, Sum]:
 
 
 def same_size(folder: Path, name: str, wanted: Sum) -> bool:
-    """Whether a file can be what was written, without reading it."""
+    """Whether a file has the size that was written; does not read it."""
     try:
         found = (folder / name).lstat()
     except OSError:
@@ -112,7 +111,7 @@ def same_size(folder: Path, name: str, wanted: Sum) -> bool:
 
 
 def same(folder: Path, name: str, wanted: Sum, progress: Callable[[int], object] = lambda size: None) -> bool:
-    """Whether a file is what was written; `progress` is told how many further bytes have been read."""
+    """Whether a file is as it was written; `progress` is called with the number of further bytes read."""
     if not same_size(folder, name, wanted):
         return False
     digest = _hash()
@@ -121,13 +120,13 @@ def same(folder: Path, name: str, wanted: Sum, progress: Callable[[int], object]
             while content := file.read(_CHUNK):
                 digest.update(content)
                 progress(len(content))
-    except OSError:  # a disk that cannot be read has lost it
+    except OSError:  # unreadable is as good as lost
         return False
     return digest.hexdigest() == wanted.digest
 
 
 def _open(path: Path) -> IO[bytes]:
-    """A regular file to read; a link, whose end may lie anywhere, or a pipe raises an OSError."""
+    """Opens a regular file to read. Raises OSError for a link, which may point anywhere, or a pipe."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     file = os.fdopen(handle, "rb") if stat.S_ISREG(os.fstat(handle).st_mode) else None
     if file is None:

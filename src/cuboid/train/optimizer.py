@@ -17,7 +17,7 @@ from cuboid.train.guard import Guard
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """AdamW that computes on the shards of DTensors: 7 µs a parameter on a CPU, with DTensor's dispatch 24."""
+    """AdamW that computes on the shards of DTensors: 7 µs per parameter on a CPU, 24 with DTensor's dispatch."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         is_complex: bool = super()._init_group(group, *lists)
@@ -27,8 +27,8 @@ class ShardedAdamW(torch.optim.AdamW):
 
 
 def adamw(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """Weight decay for matrices (tables among them), none for norms and biases. Its state exists from the start, so
-    that a checkpoint can be loaded into it; frozen parameters have none."""
+    """Weight decay for matrices (embeddings too), none for norms and biases. Its state exists from the start, so that a
+    checkpoint can be loaded into it; frozen parameters have none."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = ShardedAdamW(
         [
@@ -47,7 +47,7 @@ def adamw(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, schedule: ScheduleSection, highest: float) -> float:
-    """Of step 0, 1, …: a rise over the warm-up, whose last step has the highest, then a fall to the last step's."""
+    """Of step 0, 1, …: rises to `highest` in the last step of the warm-up, then falls until the last step."""
     if step < schedule.warmup:
         return highest * (step + 1) / schedule.warmup
     top = max(schedule.warmup - 1, 0)
@@ -58,7 +58,8 @@ def learning_rate(step: int, schedule: ScheduleSection, highest: float) -> float
 
 @dataclass
 class LossScale:
-    """fp16's: halved when a gradient overflows, doubled after `interval` steps without. 1 and fixed otherwise."""
+    """For fp16: halved when a gradient overflows, doubled after `interval` steps without overflow. Otherwise always
+    1."""
 
     scale: float = 1.0
     interval: int = 0  # 0: fixed
@@ -95,10 +96,10 @@ def apply(
     step: int,
     stop: bool = False,
 ) -> Applied:
-    """Clip by the exact norm of the whole model's gradient and take the step, if the guard admits it.
+    """Clip by the exact norm of the model's gradient and take the step, if the guard admits it.
 
-    One small all-reduce carries the norm, the loss, whether to stop and whether all ranks' collectives were the same:
-    so all ranks decide alike.
+    One small all-reduce carries the norm, the loss, whether to stop and whether all ranks launched the same
+    collectives. INVARIANT: all ranks decide alike.
     """
     mesh, watch = model.parallel.mesh, model.parallel.mesh.watch
     local = torch.tensor([float(stop), watch.share() if watch else 0.0], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A model on disk, whichever form it has: a Hugging Face folder, or a checkpoint of ours."""
+"""A model on disk: a Hugging Face folder, or a checkpoint of ours."""
 
 import shutil
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from cuboid.train import checkpoint
 
 @dataclass(frozen=True)
 class Origin:
-    """Use `find`."""
+    """A model to start from. Made by `find`."""
 
     path: Path  # the folder, the run or the checkpoint
     config: ModelConfig
@@ -24,12 +24,12 @@ class Origin:
 
     @classmethod
     def find(cls, path: Path) -> "Origin":
-        """At a Hugging Face folder, a run folder or one of its checkpoints."""
+        """Reads a Hugging Face folder, a run folder or one of its checkpoints."""
         path = path.resolve()
         if (path / architecture.CONFIG).is_file():
             return cls(path, architecture.model_config(path), None)
         if not path.is_dir():
-            raise ValueError(f"{path} is no folder; give a Hugging Face folder, a run or a checkpoint{_hub(path)}")
+            raise ValueError(f"{path} is not a folder; give a Hugging Face folder, a run or a checkpoint{_hub(path)}")
         found = checkpoint.newest(path)
         return cls(path, checkpoint.model_config(found), found.parent.parent)
 
@@ -52,11 +52,11 @@ class Origin:
 
     @property
     def provenance(self) -> Provenance | None:
-        """Of the Hugging Face folder it once was."""
+        """Where a checkpoint came from, if from a Hugging Face folder."""
         return None if self.run is None else Provenance.of(self.run)
 
     def remember(self, run: Path) -> None:
-        """Let a run that begins here keep what its export needs."""
+        """Keep what the export of a run that starts from this model will need."""
         if self.run is None:
             Provenance.keep(self.path, run)
         elif (provenance := self.provenance) is not None:
@@ -64,7 +64,7 @@ class Origin:
 
 
 def _hub(path: Path) -> str:
-    """How to download what may be the name of a model on the Hub: one or two words, typed as such."""
+    """How to download it, if `path` may be the name of a model on the Hub: one or two words."""
     here = Path.cwd().resolve()
     if path.exists() or not path.is_relative_to(here) or len(name := path.relative_to(here).parts) > 2:
         return ""

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn without a display."""
+"""Plots of a run, drawn without a display."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ BLUE, ORANGE, GREEN, GREY = "#1f5fa8", "#d1700f", "#2e8540", "#777777"
 def plot_run(metrics: Sequence[Mapping[str, float]], path: Path, unigram: float | None = None) -> None:
     """Loss, throughput and exposed communication over the steps, from the lines of `RunFolder.metrics`.
 
-    `unigram` is the entropy of single tokens in nats: what a model reaches that knows only how frequent each is.
+    `unigram` is the entropy of single tokens in nats: the loss of a model that knows only their frequencies.
     """
     figure = Figure(figsize=(8, 7), layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
@@ -38,7 +38,7 @@ def plot_run(metrics: Sequence[Mapping[str, float]], path: Path, unigram: float 
 
 
 def plot_curves(curves: Mapping[str, Sequence[float]], path: Path, title: str) -> None:
-    """Loss curves over each other, and below them how far each is from the first, relative to it."""
+    """Loss curves, and below them the difference of each from the first, relative to it."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     names = list(curves)
@@ -46,7 +46,7 @@ def plot_curves(curves: Mapping[str, Sequence[float]], path: Path, title: str) -
     for i, name in enumerate(names):
         curve = np.asarray(curves[name], float)
         steps = np.arange(1, len(curve) + 1)
-        # Curves that agree lie on each other: thinner ones later, so that all are seen.
+        # Curves that agree cover each other: later ones are thinner, so that all can be seen.
         top.plot(steps, curve, color=f"C{i}", linewidth=max(5 - 1.5 * i, 1.2), label=name)
         if i == 0:
             continue
@@ -83,7 +83,7 @@ def _series(metrics: Sequence[Mapping[str, float]], name: str) -> tuple[NDArray[
 
 
 def _smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The mean of each value's neighbours, nearer ones counting more; what is not finite counts nothing."""
+    """The mean of each value's neighbours, weighted by nearness; values that are not finite are left out."""
     kernel = np.bartlett(2 * (len(values) // 40) + 3)[1:-1]
     finite = np.isfinite(values)
     weight = np.convolve(finite, kernel, "same") if len(values) else values

@@ -1,7 +1,7 @@
-"""Before ranks start: does what a run will hold, by the planner's figures, fit into the memory its host has free?
+"""Checks, before ranks start, that a run fits into its host's free memory, by the planner's figures.
 
-A step's peak is planned to a few percent, and what a process needs besides comes on top. So a run is rejected only
-where the plan is clearly beyond what is free: then it would not have run.
+The planner knows a step's peak to a few percent, and a process needs more besides. So a run is rejected only if the
+plan is clearly above what is free, and the run would have failed.
 """
 
 import os
@@ -25,13 +25,13 @@ from cuboid.train.auto import vocab_of
 from cuboid.train.config import TrainConfig
 from cuboid.train.layout import schedule_of
 
-CLEARLY = 1.05  # how far a plan may be above what is held
-FORCE = "--force goes on regardless"
+CLEARLY = 1.05  # how much a plan may exceed what will be held
+FORCE = "--force starts it regardless"
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that one rank holds at its fullest moment, by kind."""
+    """Bytes that one rank holds at its peak, by kind."""
 
     by_kind: dict[str, int]
 
@@ -41,16 +41,16 @@ class Need:
 
     @property
     def at_rest(self) -> int:
-        """What no other cuboid of as many ranks and no recomputation makes less."""
+        """What neither another cuboid of as many ranks nor recomputation can reduce."""
         return sum(self.by_kind[kind] for kind in ("parameters", "optimizer"))
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in self.by_kind.items())
-        return f"{gigabytes(self.peak)} ({parts})"
+        kinds = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in self.by_kind.items())
+        return f"{gigabytes(self.peak)} ({kinds})"
 
 
 def need(config: TrainConfig, apart: bool, gpu: bool = False) -> Need:
-    """Of the first rank, which has the largest parts; `apart` as `World.apart`."""
+    """What the first rank needs, whose shards are largest. `apart`: see `World.apart`."""
     config = config.computed_in("bf16" if gpu else "fp32")
     d, m, cuboid = config.data, config.memory, config.cuboid_shape()
     model = config.model_config(config.model.vocab or vocab_of(d))
@@ -58,12 +58,12 @@ def need(config: TrainConfig, apart: bool, gpu: bool = False) -> Need:
     work = Work(model, batch, d.seq, config.precision.dtype, d.micro_batches, config.model.freeze)
     policy = Policy(m.activations, m.weights, m.head_elements)
     choice = Choice(m.recompute, policy, schedule_of(config, model, apart, gpu))
-    found = planned(PRESETS["h100-ndr" if gpu else "cpu"], work, cuboid, choice)  # which are NCCL's and gloo's
+    found = planned(PRESETS["h100-ndr" if gpu else "cpu"], work, cuboid, choice)  # one with NCCL, one with gloo
     return Need({each.name: int(getattr(found, each.name)[0]) for each in fields(found)})
 
 
 def check(config: TrainConfig, local: int) -> None:
-    """Raise if so many ranks on this host, all that torchrun starts or we do, need clearly more than it has free."""
+    """Raise ValueError if `local` ranks on this host need clearly more memory than it has free."""
     apart, free = local < config.cuboid_shape().ranks, free_memory()
     found = need(config, apart)
     if local * found.peak > CLEARLY * free:
@@ -75,7 +75,7 @@ def check(config: TrainConfig, local: int) -> None:
 
 
 def check_device(world: World, config: TrainConfig) -> None:
-    """The same of this rank's GPU, if it has one."""
+    """The same check for this rank's GPU, if it has one."""
     if not is_gpu(world.device):
         return
     found, free = need(config, world.apart, gpu=True), free_memory(world.device)
@@ -87,7 +87,7 @@ def check_device(world: World, config: TrainConfig) -> None:
 
 
 def check_weights(config: ModelConfig, cuboid: Cuboid) -> None:
-    """Raise if not even the weights that this host's ranks will hold, in fp32, fit into it."""
+    """Raise ValueError if the fp32 weights that this host's ranks will hold do not fit into its memory."""
     if any_gpu():
         return
     size = 4 * local_ranks(cuboid.ranks) * int(Sizes(config, [cuboid], 1, cuboid.x * cuboid.replicas, 1).parameters[0])
@@ -99,7 +99,7 @@ def check_weights(config: ModelConfig, cuboid: Cuboid) -> None:
 
 
 def remedy(config: TrainConfig, local: int, free: float, apart: bool, gpu: bool = False) -> str:
-    """The smallest change with which a rank needs no more than what is free, found by planning."""
+    """The first of `changes` with which a rank fits into what is free, by the planner."""
     least = need(config, apart, gpu)
     for change, changed in changes(config):
         now = need(changed, apart, gpu)
@@ -109,14 +109,14 @@ def remedy(config: TrainConfig, local: int, free: float, apart: bool, gpu: bool 
     hosts = ceil(least.peak / free) if free else 0
     more = f" or at least {hosts} times the memory" if hosts else ""
     return (
-        f"no recomputation, micro-batches or other cuboid of as many ranks would: the least is "
-        f"{gigabytes(local * least.peak)}, of which parameters and optimizer {gigabytes(local * least.at_rest)}; use a "
+        f"no recomputation, micro-batches or other cuboid of as many ranks is enough: the least is "
+        f"{gigabytes(local * least.peak)}, {gigabytes(local * least.at_rest)} of it parameters and optimizer; use a "
         f"smaller model{more}"
     )
 
 
 def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Ever larger ones: recomputation, micro-batches, both, then another cuboid, with both if need be."""
+    """Changes that save memory, small ones first: recomputation, micro-batches, both, another cuboid, all of these."""
     yield from _recomputed(config)
     yield from _in_micro_batches(config)
     for change, full in [*_recomputed(config)][-1:]:
@@ -153,7 +153,7 @@ def _in_micro_batches(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
 
 
 def crowd(local: int) -> str:
-    """A warning where ranks outnumber the cores that they compute on."""
+    """A warning if there are more ranks than cores, else ""."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if local <= cores:
         return ""

@@ -1,4 +1,4 @@
-"""What a person watches while a run trains: a live line on a terminal, a plain line now and then elsewhere."""
+"""Progress of a run: a live line on a terminal, otherwise a plain line every few seconds."""
 
 import time
 from collections.abc import Callable
@@ -21,16 +21,16 @@ class StepReport:
     lr: float
     tokens_per_s: float
     exposed: float  # share of the step spent waiting for communication
-    memory_bytes: int  # most held by rank 0; the others hold as much
+    memory_bytes: int  # peak of rank 0; other ranks' are the same
     skipped: bool = False  # the gradient was not applied
     spike: bool = False  # loss or gradient is far above the last steps'
     skips: int = 0  # of all steps so far
-    tokens: int = 0  # seen so far, by all ranks and by a run that this one goes on with
+    tokens: int = 0  # seen so far, by all ranks, since the run's first step
     wall_time: float = 0.0  # seconds since 1970
 
 
 class Progress:
-    """A context manager for the rank that speaks. `start` of the `total` steps were done before this run."""
+    """A context manager for the rank that prints. `start` of the `total` steps were done before it resumed."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Progress:
         self._last: StepReport | None = None
         self._pending = False  # the last report is not yet printed
         live = self._console.is_terminal and not self._console.is_dumb_terminal
-        # Refreshed by hand: a thread of its own would compete with the step, and steps come often enough.
+        # Refreshed by hand: a thread would compete with the step, and steps are frequent enough.
         self._live = Live(get_renderable=self._line, console=self._console, auto_refresh=False) if live else None
 
     def __enter__(self) -> "Progress":
@@ -77,11 +77,11 @@ class Progress:
             self._print()
 
     def note(self, text: str) -> None:
-        """A line of its own, above the live one."""
+        """Print a line above the live one."""
         self._console.print(Text(text), soft_wrap=True)
 
     def eta(self) -> float:
-        """Seconds to go at the pace so far."""
+        """Remaining seconds at the average pace so far."""
         if self._last is None or self._last.step <= self._start:
             return float("nan")
         pace = (self._clock() - self._began) / (self._last.step - self._start)

@@ -1,4 +1,4 @@
-"""A few steps of a run on emulated devices: how long they take there. No values are computed, so nothing is saved."""
+"""Times a few steps of a run on emulated devices. No values are computed, so nothing is saved."""
 
 import os
 import time
@@ -19,7 +19,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """One step, of the slowest rank; the CPU seconds of all."""
+    """One step of the slowest rank, with the CPU seconds of all ranks."""
 
     seconds: float
     busy: float  # of its device
@@ -32,7 +32,7 @@ class Rehearsed:
 
 
 def rehearse(config: TrainConfig, slow: SlowMotion, hosts: bool, tell: Callable[[Rehearsed], None]) -> None:
-    """On hosts whose links are shaped, if they can be made; else on this machine's loopback."""
+    """Runs the steps on emulated hosts with shaped links (`hosts`) or over this machine's loopback."""
     ranks, node = config.cuboid_shape().ranks, slow.hardware.node
     slow.check(ranks)
     if not hosts:
@@ -53,7 +53,7 @@ def _show(found: Sequence[Sequence[Rehearsed]], tell: Callable[[Rehearsed], None
 
 
 def steps(world: World, config: TrainConfig, slow: SlowMotion) -> list[Rehearsed]:
-    """After one that makes what they use again."""
+    """Timed steps, after one to warm up."""
     trainer, found = Trainer(config, world), []
     with Emulated(slow.of_rank(world.rank), seed=world.rank) as device:
         for _ in range(1 + STEPS):

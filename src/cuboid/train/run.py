@@ -1,7 +1,7 @@
-"""The run folder: everything a run leaves behind, readable by its owner alone.
+"""The run folder: all files of a run, readable by their owner alone.
 
 config.toml      the resolved configuration
-metrics.jsonl    one JSON object a line, each with its step, the tokens seen until then, and when it was
+metrics.jsonl    one JSON object per line, with its step, the tokens seen so far and the time
 tensorboard/     the same numbers as events
 checkpoints/     one folder each
 plot.png         loss and throughput
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def fresh_path(parent: Path = Path("runs")) -> Path:
-    """A folder named by the time, where there is none yet."""
+    """A path named by the time, at which nothing exists yet."""
     name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
     paths = (parent / (f"{name}-{n}" if n > 1 else name) for n in range(1, 1 << 16))
     return next(path for path in paths if not path.exists()).absolute()
 
 
 def check_free(path: Path) -> None:
-    """Raise if a run cannot begin in this folder because there is something in it."""
+    """Raise ValueError if the folder has files in it."""
     if path.is_dir() and any(each.name != "config.aside" for each in path.iterdir()):
         raise ValueError(f"run folder {path} is not empty; resume the run in it or choose another folder")
 
@@ -49,7 +49,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config_toml: str, tensorboard: bool = True) -> "RunFolder":
-        """A new folder, or an empty one that is there. Call it once the configuration is known to be good."""
+        """Makes the folder, or takes an empty one. Call it after the configuration has been checked."""
         run = cls(path, tensorboard)
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -59,18 +59,18 @@ class RunFolder:
             run.keep_config(config_toml)
             run.checkpoints.mkdir(mode=0o700)
         except OSError as error:
-            raise ValueError(f"run folder {path} cannot be made: {error.strerror}; choose another") from None
+            raise ValueError(f"run folder {path} cannot be created: {error.strerror}; choose another") from None
         return run
 
     @classmethod
     def open(cls, path: Path, tensorboard: bool = True) -> "RunFolder":
         run = cls(path, tensorboard)
         if not run.config.is_file():
-            raise ValueError(f"{path} is not a run folder: it has no {run.config.name}; give one that a run has made")
+            raise ValueError(f"{path} is not a run folder: it has no {run.config.name}; give the folder of a run")
         return run
 
     def lock(self) -> None:
-        """Let no other run write here until this one is closed, or its process ends."""
+        """Keep other runs from writing here until this one is closed or its process ends."""
         folder = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +85,7 @@ class RunFolder:
             self._locked = folder
 
     def keep_config(self, text: str) -> None:
-        """Written aside and renamed: whoever dies here leaves the old one or the new one."""
+        """Write it aside and rename it: a crash leaves the old file or the new one."""
         aside = self.config.with_suffix(".aside")
         aside.write_text(text, "utf-8")
         aside.replace(self.config)
@@ -111,11 +111,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Append numbers of one step, `metrics["step"]`. JSON has no NaN: what is not finite is null there. What a full
-        disk does not take is kept until it does; events are then given up."""
+        """Append the numbers of one step, `metrics["step"]`. JSON has no NaN: values that are not finite become null.
+        If the disk is full, lines are kept until it has room, and events end."""
         line = {name: value if isfinite(value) else None for name, value in metrics.items()}
         if self._lines is None:
-            self._keep_until(inf)  # what a killed run has left of a line must not run into ours
+            self._keep_until(inf)  # drops the torn line of a killed run
             self._lines = self.lines.open("ab", buffering=0)
         self._unwritten += (json.dumps(line) + "\n").encode()
         with suppress(OSError):
@@ -127,17 +127,17 @@ class RunFolder:
             self._tensorboard = False
 
     def metrics(self) -> list[dict[str, float]]:
-        """All lines; a last one torn by a crash is left out."""
+        """All lines, except a last one that a crash has torn."""
         return [{name: nan if value is None else value for name, value in row.items()} for row in self._rows()]
 
     def rewind(self, step: int) -> None:
-        """Forget the steps after `step`, from which the run goes on, so that none is there twice."""
+        """Drop the steps after `step`, from which the run resumes, so that none is logged twice."""
         assert self._lines is None, "rewind before logging"
         self._keep_until(step)
         self._forget_from = step + 1
 
     def sync(self) -> None:
-        """Make all lines durable, before a checkpoint of their last step is."""
+        """Make all lines durable. Called before a checkpoint of their last step is written."""
         if self._lines is not None:
             os.fsync(self._lines.fileno())
 
@@ -163,7 +163,7 @@ class RunFolder:
         return [json.loads(line) for line in whole.splitlines()]
 
     def _keep_until(self, step: float) -> None:
-        """Written aside and renamed: a crash leaves the old lines or the new ones."""
+        """Write them aside and rename: a crash leaves the old lines or the new ones."""
         if not self.lines.exists():
             return
         aside = self.lines.with_suffix(".aside")

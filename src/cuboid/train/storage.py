@@ -1,8 +1,8 @@
-"""Where torch.distributed.checkpoint puts the tensors of a checkpoint: safetensors and JSON, never a pickle.
+"""How torch.distributed.checkpoint stores a checkpoint's tensors: safetensors and JSON, never a pickle.
 
 Each rank writes one file with its pieces of the tensors, under the tensors' names. `tensors.json` has each tensor's
-dtype and shape, and of each of its pieces the file, where it begins in the whole, and its sizes. A reader reads the
-slices it needs and nothing else.
+dtype and shape and, for each of its pieces, the file, the offsets in the unsharded tensor and the sizes. A reader reads
+only the slices it needs.
 """
 
 import json
@@ -32,7 +32,7 @@ _TOGETHER = 1 << 20  # elements read at a time
 
 
 class PieceWriter(StorageWriter):
-    """Writes the pieces of one rank. Once all is written, `sums` of the coordinator has every rank's file."""
+    """Writes the pieces of one rank. In the end the coordinator's `sums` has the checksums of all ranks' files."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.file = folder, f"rank-{rank:05d}.safetensors"
@@ -88,7 +88,7 @@ class PieceWriter(StorageWriter):
 
 
 class PieceReader(StorageReader):
-    """Reads from a folder whose files are known to be as they were written, and from no other."""
+    """Reads from a folder whose files have been verified."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -130,14 +130,14 @@ class PieceReader(StorageReader):
         return done
 
     def _read(self, item: ReadItem, into: Tensor) -> None:
-        """A few rows at a time: what is read is in memory once more until it is in its place."""
+        """Read a few rows at a time, because they are in memory twice until they are copied."""
         piece = self._piece(item.storage_index)
         (top, *left), (_, *width) = item.storage_offsets, item.lengths
         rest = [(start, start + n) for start, n in zip(left, width, strict=True)]
         rows = max(1, _TOGETHER // max(1, into[:1].numel()))
         for start in range(0, len(into), rows):
-            part = into[start : start + rows]
-            part.copy_(piece.read([(top + start, top + start + len(part)), *rest]))
+            some = into[start : start + rows]
+            some.copy_(piece.read([(top + start, top + start + len(some)), *rest]))
 
     def _piece(self, index: MetadataIndex) -> Stored:
         file = self._files[index]

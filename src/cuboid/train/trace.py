@@ -1,7 +1,7 @@
-"""What a rank did when: its collectives by axis, and the time it waited for them, as a trace and as a picture.
+"""A rank's collectives by axis, and the time it waited for them, as a trace and as a picture.
 
-The trace is Chrome's format, which Perfetto and chrome://tracing open: a process for each rank, in it a lane for
-compute (whatever is not waiting) and one for each axis.
+The trace has Chrome's format, which Perfetto and chrome://tracing open: a process per rank, with a lane for compute
+(all time without waiting) and one per axis.
 """
 
 import json
@@ -30,7 +30,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step: forward, backward, optimizer."""
+    """A phase of a step: forward, backward, optimizer."""
 
     name: str
     start: float
@@ -43,15 +43,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class Trace:
-    """Of one rank."""
+    """What one rank did."""
 
     rank: int
     spans: Sequence[Span]
     phases: Sequence[Phase]
-    moments: Sequence[float] = ()  # when what goes into a layer or comes out of it, or its gradient, was there
+    moments: Sequence[float] = ()  # when a layer's input, output or their gradients were there
 
     def layer(self) -> "Trace":
-        """The same rank in one layer alone: the last forward, and its backward."""
+        """Only the last forward of one layer, and its backward."""
         found = []
         for phase in self.phases:
             inside = [moment for moment in self.moments if phase.start <= moment < phase.stop]
@@ -74,12 +74,12 @@ class Trace:
         return [(start, stop) for start, stop in found if stop > start]
 
     def exposed(self) -> float:
-        """Seconds of waiting, as the picture shows them: the phases less what is computed in them."""
+        """Seconds of waiting, as in the picture: the phases minus the computation in them."""
         return sum(phase.length for phase in self.phases) - sum(stop - start for start, stop in self.computing())
 
 
 def events(traces: Sequence[Trace]) -> list[dict[str, Any]]:
-    """For Chrome's `traceEvents`, in microseconds from the first phase on."""
+    """Chrome's `traceEvents`, in microseconds since the first phase began."""
     zero = min(phase.start for trace in traces for phase in trace.phases)
     found: list[dict[str, Any]] = []
 
@@ -108,13 +108,13 @@ def save(traces: Sequence[Trace], path: Path) -> None:
 
 
 def _lanes(traces: Iterable[Trace]) -> list[str]:
-    """Those that any of them uses."""
+    """The lanes that any of the traces uses."""
     axes = {span.axis for trace in traces for span in trace.spans}
     return [name for name in LANES if name == "compute" or name in axes]
 
 
 def _bars(axes: Axes, trace: Trace, lanes: Sequence[str], start: float, stop: float) -> None:
-    """What a rank did from `start` to `stop`, in ms from `start` on."""
+    """Draws what a rank did from `start` to `stop`, in ms since `start`."""
     bars = {"compute": trace.computing()}
     for span in trace.spans:
         if span.landed:
@@ -129,7 +129,7 @@ def _bars(axes: Axes, trace: Trace, lanes: Sequence[str], start: float, stop: fl
 
 
 def draw(panels: Mapping[str, Trace], path: Path) -> None:
-    """One panel a trace, over one scale of time: compute above, the axes' collectives below."""
+    """One panel per trace, all over the same time axis: compute above, the axes' collectives below."""
     figure = Figure(figsize=(12, 2.4 * len(panels)), layout="constrained")
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (title, trace) in zip(rows, panels.items(), strict=True):
@@ -145,7 +145,7 @@ def draw(panels: Mapping[str, Trace], path: Path) -> None:
 
 
 def draw_layer(panels: Mapping[str, Trace], title: str, path: Path) -> None:
-    """One layer: a row a trace, forward and backward beside each other. A millisecond is as long everywhere."""
+    """One layer: a row per trace, forward beside backward. All panels have the same scale of time."""
     clipped = {name: trace.layer() for name, trace in panels.items()}
     lengths = [max(trace.phases[i].length for trace in clipped.values()) for i in (0, 1)]
     lanes = _lanes(clipped.values())
@@ -161,5 +161,5 @@ def draw_layer(panels: Mapping[str, Trace], title: str, path: Path) -> None:
             layer = f"{phase.name}: {1e3 * phase.length:.3g} ms, waiting {one.exposed() / phase.length:.0%}"
             axes.set_title(f"{layer}\n(the whole model's: {1e3 * whole.length:.3g} ms)", loc="left", fontsize=10)
     figure.suptitle(title)
-    figure.supxlabel("ms; compute: at work, waiting in the gaps; other lanes: an axis's collectives in flight")
+    figure.supxlabel("ms; compute lane: gaps are waiting; other lanes: an axis's collectives in flight")
     figure.savefig(path, dpi=130)

@@ -1,4 +1,4 @@
-"""Steps that are traced, and the same work with the schedule off, to be drawn beside them."""
+"""Traces steps, and the same work with the schedule off for comparison."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -15,7 +15,7 @@ from cuboid.model.transformer import Transformer
 from cuboid.step.schedule import Move
 from cuboid.train.trace import Phase, Trace
 
-WARM = 2  # steps before the first that is traced
+WARM = 2  # steps before the first traced one
 
 
 def check_steps(trace: int, done: int, total: int) -> None:
@@ -28,8 +28,8 @@ def check_steps(trace: int, done: int, total: int) -> None:
 
 
 class Recorder:
-    """Of a rank's model, from now until `end`: its collectives, and when phases and one layer, the middle one, begin
-    and end: in forward when its input, or the next one's, is there, in backward when the gradient of it is."""
+    """Records a rank's collectives until `end`, when phases begin, and when the middle layer begins and ends: when its
+    input and its output are there in forward, their gradients in backward."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
@@ -43,7 +43,7 @@ class Recorder:
         self._runner.between = self._between
 
     def begin(self, phase: str) -> None:
-        """What begins now, and ends what went on; nothing if it has no name."""
+        """Begin a phase, which ends the one before; an empty name begins none."""
         self._begun.append((phase, self._clock.mark()))
 
     def _told(self, moves: Sequence[Move]) -> None:
@@ -66,8 +66,8 @@ class Recorder:
 
 
 def unscheduled(model: Transformer) -> Transformer:
-    """The same weights in a model that awaits every collective where it launches it. It has gradients and a ledger of
-    its own, and the same groups and journals."""
+    """A model with the same weights that awaits every collective where it launches it. It has its own gradients and
+    ledger, and the same groups and journals."""
     parallel = model.parallel
     assert isinstance(parallel, CuboidParallel)
     mesh, ledger = copy(parallel.mesh), Ledger()

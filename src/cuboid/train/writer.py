@@ -1,7 +1,7 @@
-"""Writing checkpoints: aside, made durable, and renamed into place, by a thread over a process group of its own.
+"""Writes checkpoints: aside, made durable, then renamed into place, by a thread with its own process group.
 
-Whatever fails on whichever rank, all ranks learn of it, what was written aside goes, and the checkpoints before it stay
-as they are. It is tried again a few times; then the run ends.
+If it fails on any rank, all ranks learn of it, what was written aside is removed, and earlier checkpoints stay intact.
+The writer tries again a few times; then the run ends.
 """
 
 import errno
@@ -54,7 +54,7 @@ class Writer:
         self._error: BaseException | None = None
 
     def save(self, step: int, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
-        """Copy everything now and write it, perhaps while the next steps run. A model that was never trained has no
+        """Copy everything now and write it, in the background if so configured. A model that was never trained has no
         optimizer."""
         self.wait()
         copies = tensors(self.model, optimizer, self._copies.launch)
@@ -66,7 +66,7 @@ class Writer:
             self.wait()
 
     def _before_next_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The copies are of what was there before it."""
+        """Hold the next step until everything is copied."""
 
         def hold(*_: Any) -> None:
             self._copies.hold()
@@ -75,7 +75,7 @@ class Writer:
         hook = optimizer.register_step_pre_hook(hold)
 
     def wait(self) -> None:
-        """Until the last checkpoint is in place; raises what went wrong with it."""
+        """Wait until the last checkpoint is in place. Raises what went wrong with it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -105,12 +105,12 @@ class Writer:
                 if left:
                     self._say(f"{said}trying again in {self.pause:g} s, {left} times at most")
                     time.sleep(self.pause)
-            raise RunError(f"{said}the checkpoints before it are as they were: make room, then resume the run")
+            raise RunError(f"{said}earlier checkpoints are intact; make room, then resume the run")
         except BaseException as error:  # handed to the next `wait`
             self._error = error
 
     def _attempt(self, final: Path, needed: int, copies: dict[str, DTensor], state: dict[str, Any]) -> tuple[int, str]:
-        """Bytes that were free, and what went wrong: the same on all ranks."""
+        """Returns the bytes that were free, and what went wrong or ""; the same on all ranks."""
         aside = final.with_name(final.name + _ASIDE)
         storage = PieceWriter(aside, self._axis.index)
         free, failure = self._on_first(lambda: self._begin(aside, needed))
@@ -127,7 +127,7 @@ class Writer:
         return free, failure
 
     def _on_first(self, do: Callable[[], int]) -> tuple[int, str]:
-        """What the first rank's doing returns, and how it failed, on all ranks."""
+        """Runs `do` on the first rank; returns its result and why it failed, or "", on all ranks."""
         found = (0, "")
         if self._axis.index == 0:
             try:
@@ -138,12 +138,12 @@ class Writer:
         return answer
 
     def _begin(self, aside: Path, needed: int) -> int:
-        """An empty folder aside, if there is room for what comes into it; bytes that are free."""
+        """Makes the folder aside. Returns the bytes that are free; raises OSError if too few are."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for left in leftovers(self.folder):  # by a run that was killed
             shutil.rmtree(left)
         free, total = _free(self.folder), shutil.disk_usage(self.folder).total
-        if free < needed and total:  # some file systems do not tell
+        if free < needed and total:  # some file systems report 0
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         aside.mkdir(mode=0o700)
         return free
@@ -159,7 +159,7 @@ class Writer:
             for old in complete(self.folder)[: -self.keep]:
                 try:
                     remove(old)
-                except OSError as error:  # the new one is in place all the same
+                except OSError as error:  # the new one is in place nevertheless
                     self._say(f"checkpoint {old} could not be removed: {_reason(error)}")
         return 0
 
@@ -169,19 +169,19 @@ class Writer:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What was being written, or removed, when a run was killed."""
+    """Folders that were being written, or removed, when a run was killed."""
     return sorted(folder.glob(f"step-*{_ASIDE}"))
 
 
 def forget(folder: Path, after: int) -> None:
-    """Remove the checkpoints of steps that a resumed run takes anew."""
+    """Remove the checkpoints of steps that a resumed run repeats."""
     for path in complete(folder):
         if step_of(path) > after:
             remove(path)
 
 
 def remove(path: Path) -> None:
-    """By a rename first: half removed, it must not pass for a checkpoint."""
+    """Rename it first: half removed, it must not look like a checkpoint."""
     gone = path.with_name(f"{path.name}.removed{_ASIDE}")
     path.rename(gone)
     shutil.rmtree(gone)

@@ -38,7 +38,7 @@ def check_model(config: ModelConfig, tp: int) -> None:
         n = getattr(config, name)
         if n % tp:
             divisors = [each for each in range(1, tp) if n % each == 0]
-            raise ValueError(f"{name}={n} cannot be cut into tp={tp}; use another {name}, or tp one of {divisors}")
+            raise ValueError(f"{name}={n} cannot be split into tp={tp}; use another {name}, or tp one of {divisors}")
     for name in ("vocab",) if config.rotary else ("vocab", "context"):
         n = getattr(config, name)
         if cut(n, tp, tp - 1) == (n, n):  # DTensor cannot look up rows in none
@@ -50,7 +50,7 @@ def check_batch(config: ModelConfig, fsdp: int, tp: int, batch: int, seq: int) -
     for name, n, axis, parts in (("batch", batch, "fsdp", fsdp), ("seq", seq, "tp", tp)):
         if n % parts:
             near = " or ".join(str(each) for each in (n // parts * parts, (n // parts + 1) * parts) if each)
-            raise ValueError(f"{name}={n} cannot be cut into {axis}={parts}; use {name} {near}")
+            raise ValueError(f"{name}={n} cannot be split into {axis}={parts}; use {name} {near}")
 
 
 def ddp_buckets(elements: Sequence[int], size: int) -> list[int]:
