@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from cuboid.device import computes_bf16, is_gpu
-from cuboid.train.begin import broken_off
+from cuboid.train.begin import is_same_run
 from cuboid.train.checkpoint import inspect, newest
 from cuboid.train.config import TrainConfig, load
 
@@ -37,6 +37,6 @@ def _before(config: TrainConfig, folder: Path | None, resume: Path | None) -> st
     if resume is not None:
         with suppress(ValueError):  # none can be read: who resumes it says so
             return str(inspect(newest(resume))[1].get("precision", EARLIER))
-    elif folder is not None and broken_off(config, folder):
+    elif folder is not None and is_same_run(config, folder):
         return load(folder / "config.toml").precision.dtype
     return ""
