@@ -521,7 +521,7 @@ def model_hooks(c: Case) -> Any:
     return seen
 
 
-@idiom("`model.blocks[0].register_forward_hook`", raises="a hook on Block, a part of a model")
+@idiom("`model.blocks[0].register_forward_hook`", raises="a hook on Block, a module inside a model")
 def part_hooks(c: Case) -> Any:
     c.model.get_submodule("blocks.0").register_forward_hook(lambda *_: None)
 

@@ -169,7 +169,7 @@ def test_freeze_before_the_model_is_finished_lasts() -> None:
         ("embedd", "'embedd' is in no parameter's name; did you mean embed"),
         ("embed|block.0.atention", "'block.0.atention' is in no parameter's name; did you mean blocks.0.attention"),
         ("embed|", "'' is in no parameter's name"),
-        ("blocks.(", "is no regular expression"),
+        ("blocks.(", "is not a regular expression"),
     ],
 )
 def test_freeze_rejects_what_matches_nothing(pattern: str, said: str) -> None:

@@ -1,7 +1,7 @@
 """From text to a rank's batches: text, tokenizer, tokens (in memory or in mapped files), samples, loader.
 
-Nothing here depends on the rank or the cuboid but the loader's choice of rows and positions, so the same text
-and seed are the same batches everywhere.
+Only the loader's choice of rows and positions depends on the rank or the cuboid. So the same text and seed give the
+same batches everywhere.
 """
 
 from typing import TYPE_CHECKING

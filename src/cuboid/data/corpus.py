@@ -1,8 +1,7 @@
 """Tokens to train and validate on, and their tokenizer: made in memory, or built once into a folder.
 
-Both ways give the same tokens. A folder holds train.bin, val.bin, their headers, and a copy of the
-tokenizer.json if there is one; it is made beside its place and renamed into it, so it is never seen half
-made.
+Both ways give the same tokens. A folder holds train.bin, val.bin, their headers, and a copy of the tokenizer.json if
+there is one. It is written under another name and renamed when it is complete.
 """
 
 import os
@@ -19,10 +18,10 @@ from cuboid.data.text import Document, Piece, Reader, pieces, python_stdlib, spl
 from cuboid.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from cuboid.data.tokens import TokenFile, Tokens, TokenWriter, digest, dtype_for, is_token_file
 
-_PARTS = ("train", "val")
-_FILES = frozenset([FILE, *(f"{part}.{suffix}" for part in _PARTS for suffix in ("bin", "json"))])
+_SPLITS = ("train", "val")
+_FILES = frozenset([FILE, *(f"{split}.{suffix}" for split in _SPLITS for suffix in ("bin", "json"))])
 _TOGETHER = 4 << 20  # bytes of text encoded at a time
-_IN_MEMORY = 256 << 20  # bytes of text beyond which every rank should not tokenise it all
+_IN_MEMORY = 256 << 20  # most bytes of text that every rank tokenises
 
 VAL_FRACTION = 0.05
 
@@ -39,11 +38,11 @@ class Corpus:
 
     @cached_property
     def digest(self) -> str:
-        """Of the tokens trained on: a resumed run compares it to know that its data is what it began with."""
+        """Digest of the training tokens, by which a resumed run checks that its data is the same."""
         return self.train.header.digest if isinstance(self.train, TokenFile) else digest(self.train, self.vocab)
 
     def check(self, vocab: int) -> None:
-        """Raise if a model of `vocab` tokens cannot read this."""
+        """Raise ValueError if a model of `vocab` tokens cannot read this."""
         if vocab < self.vocab:
             raise ValueError(
                 f"the model has vocab={vocab} but the tokens come from a vocabulary of {self.vocab}; "
@@ -63,13 +62,13 @@ def load(
     max_bad: float = MAX_BAD,
     tell: Callable[[str], object] = lambda _: None,
 ) -> Corpus:
-    """What a run trains on: a built folder, text to tokenise now (held against `check_text`), or (no sources) Python's
-    own library."""
+    """Loads a run's tokens: of a built folder, of text to tokenise now (checked by `check_text`), or without sources of
+    Python's own library."""
     built = [source for source in sources if is_built(source)]
     if not built:
         for source in sources:
             if is_token_file(source):
-                raise ValueError(f"{source} is one part of built tokens; give its folder, {source.parent}")
+                raise ValueError(f"{source} is one file of built tokens; give its folder, {source.parent}")
         files = text_files(sources, max_bad, tell) if sources else python_stdlib()
         return tokenise(files, load_tokenizer(tokenizer), val_fraction)
     if len(sources) > 1:
@@ -83,7 +82,7 @@ def load(
 
 def open_corpus(folder: Path) -> Corpus:
     """A folder that `build` made."""
-    train, val = (TokenFile(folder / f"{part}.bin") for part in _PARTS)
+    train, val = (TokenFile(folder / f"{split}.bin") for split in _SPLITS)
     saved = folder / FILE
     tokenizer = load_tokenizer(saved if saved.is_file() else None)
     for file in (train, val):
@@ -102,7 +101,7 @@ def tokenise(
     val_fraction: float = VAL_FRACTION,
     read: Reader = pieces,
 ) -> Corpus:
-    """Small text, in memory. One core only: the library's own threads do not survive a fork."""
+    """Tokenises small text in memory, on one core: the library's threads do not survive a fork."""
     size = sum(file.stat().st_size for file in files)
     if size > _IN_MEMORY:
         raise ValueError(
@@ -116,9 +115,9 @@ def tokenise(
     return Corpus(tokenizer, _joined(train, tokenizer.vocab), _joined(val, tokenizer.vocab))
 
 
-def _joined(parts: Sequence[np.ndarray], vocab: int) -> np.ndarray:
+def _joined(arrays: Sequence[np.ndarray], vocab: int) -> np.ndarray:
     dtype = np.dtype(dtype_for(vocab))
-    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind")
 
 
 def build(
@@ -130,8 +129,8 @@ def build(
     progress: Callable[[int], object] = lambda size: None,
     read: Reader = pieces,
 ) -> Corpus:
-    """Tokenise `files`, as `read` gives their text, into the folder `out`. `progress` is told how many further bytes of
-    text are done."""
+    """Tokenise `files`, whose text `read` yields, into the folder `out`. `progress` is called with the number of
+    further bytes of text that are done."""
     _check_out(out, overwrite)
     place = out.resolve()
     aside, old = (place.with_name(f".{place.name}.{os.getpid()}.{what}") for what in ("new", "old"))
@@ -141,8 +140,8 @@ def build(
         raise ValueError(f"cannot make a folder in {place.parent}: {error.strerror}; name another") from error
     try:
         tokenizer.save(aside)
-        for part, documents in zip(_PARTS, split(files, val_fraction), strict=True):
-            with TokenWriter(aside / f"{part}.bin", tokenizer.vocab, tokenizer.identity) as writer:
+        for name, documents in zip(_SPLITS, split(files, val_fraction), strict=True):
+            with TokenWriter(aside / f"{name}.bin", tokenizer.vocab, tokenizer.identity) as writer:
                 for group in _groups(documents, read):
                     encoded = tokenizer.encode_batch([piece.text for piece in group])
                     for piece, ids in zip(group, encoded, strict=True):
@@ -159,7 +158,7 @@ def build(
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    """Only a folder of ours is ever replaced."""
+    """Raise ValueError if `out` may not be replaced: only folders that `build` made are."""
     if not out.exists():
         return
     if not out.is_dir():
@@ -173,7 +172,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 
 def _groups(documents: Sequence[Document], read: Reader) -> Iterator[list[Piece]]:
-    """Pieces of about as much text as is worth sharing among the cores."""
+    """Groups pieces so that each group is worth sharing among the cores."""
     group: list[Piece] = []
     size = 0
     for document in documents:

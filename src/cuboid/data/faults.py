@@ -1,4 +1,4 @@
-"""What in a file is not text: zero bytes and bytes that are not UTF-8, counted over whole files before any is used."""
+"""Counts what is not text in files, zero bytes and bytes that are not UTF-8, before any of them is used."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class Faults(NamedTuple):
 
 
 def faults_of(file: Path) -> Faults:
-    """Of a file that is not empty. U+FFFD that the file itself holds is no fault."""
+    """Counts the faults of a file that is not empty. U+FFFD in the file itself is not a fault."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     size = zeros = replaced = 0
     own, end = _REPLACEMENT.encode(), b""
@@ -36,14 +36,14 @@ def faults_of(file: Path) -> Faults:
             while block := f.read(_BLOCK):
                 size, zeros = size + len(block), zeros + block.count(0)
                 replaced += decoder.decode(block).count(_REPLACEMENT) - (end + block).count(own)
-                end = (end + block)[-2:]  # too short to be counted again
+                end = (end + block)[-2:]  # shorter than U+FFFD, so never counted twice
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror}; check its permissions") from error
     return Faults(file, size, zeros, replaced + decoder.decode(b"", final=True).count(_REPLACEMENT))
 
 
 def check_text(files: Sequence[Path], max_bad: float = MAX_BAD, tell: Callable[[str], object] = lambda _: None) -> None:
-    """Raise if more than a share `max_bad` of a file's bytes are faults; tell of the faults of every other file."""
+    """Raise ValueError if faults exceed the share `max_bad` of a file's bytes; report other files' faults to `tell`."""
     found = [each for each in map(faults_of, files) if each.zeros or each.undecodable]
     bad = [each for each in found if each.share > max_bad]
     if bad:

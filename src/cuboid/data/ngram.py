@@ -1,4 +1,4 @@
-"""A byte n-gram model: a baseline that a language model has to beat on the same text."""
+"""A byte n-gram model: the baseline that a language model must beat on the same text."""
 
 import numpy as np
 
@@ -6,8 +6,8 @@ import numpy as np
 def ngram_bits(train: bytes, held_out: bytes, n: int = 3) -> float:
     """Bits per byte of `held_out` under a model that predicts a byte from the n - 1 bytes before it.
 
-    Probabilities are counts in `train`, interpolated with those of shorter contexts (Witten-Bell): a context that was
-    followed by many different bytes leaves more to the shorter ones.
+    Probabilities are counts in `train`, interpolated with those of shorter contexts (Witten-Bell): shorter contexts
+    weigh more if a context was followed by many different bytes.
 
     >>> round(ngram_bits(b"ab" * 500, b"ab" * 20), 3)
     0.003
@@ -27,7 +27,7 @@ def ngram_bits(train: bytes, held_out: bytes, n: int = 3) -> float:
 
 
 def _codes(text: bytes, length: int) -> np.ndarray:
-    """Each run of so many bytes as one number."""
+    """Each run of `length` bytes as one number."""
     values = np.frombuffer(text, np.uint8).astype(np.int64)
     codes = np.zeros(max(len(values) - length + 1, 0), np.int64)
     for i in range(length):

@@ -1,9 +1,8 @@
-"""A shuffle that is computed, not stored: where index i goes depends on the seed, the epoch and i alone.
+"""A shuffle that is computed, not stored: the place of index i depends only on the seed, the epoch and i.
 
-A Feistel network permutes the numbers of b bits, 2^(b-1) < n <= 2^b. Each of its rounds adds (xor) to one
-half of the bits a hash of the other half, which the same addition undoes: so it is a permutation, whatever
-the hash. A number that leaves [0, n) is sent through again until it is back ("cycle walking"): fewer than two
-passes on average.
+A Feistel network permutes the numbers of b bits, 2^(b-1) < n <= 2^b. Each round adds (xor) a hash of one half of the
+bits to the other half. The same addition undoes it, so it is a permutation for any hash. A number outside [0, n) goes
+through the network again until it is inside ("cycle walking"): fewer than two passes on average.
 """
 
 import torch
@@ -15,7 +14,8 @@ _ROUNDS = 4
 
 
 def shuffled(index: Tensor, n: int, seed: int) -> Tensor:
-    """The places in [0, n) of indices 0, 1, 2, … without end. An epoch, n of them, has every place once."""
+    """Returns the places in [0, n) of these indices of an endless stream. Each epoch, n indices, has every place
+    once."""
     bits = (n - 1).bit_length()
     low = bits - bits // 2
     high_mask, low_mask = (1 << bits // 2) - 1, (1 << low) - 1

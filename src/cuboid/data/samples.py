@@ -1,9 +1,8 @@
-"""Samples of a row of tokens, and the part of each batch that a rank works on.
+"""Samples of a sequence of tokens, and a rank's slice of each batch.
 
-A sample is `seq` tokens and, one further, their targets. Samples lie end to end and pay no heed to where
-documents end, as GPT is trained. Row r of batch t is number t · batch + r of one endless stream, so what a
-step sees depends on the seed and the step alone: not on the cuboid, the data axis, or where a run was
-resumed.
+A sample is `seq` tokens and their targets, the tokens one position later. Samples lie end to end across the ends of
+documents, as in GPT's training. Row r of batch t is number t · batch + r of one endless stream. So what a step sees
+depends only on the seed and the step: not on the cuboid, its replicas, or where a run was resumed.
 """
 
 from collections.abc import Iterable
@@ -31,7 +30,7 @@ class Batch(NamedTuple):
 class Samples:
     """The (len(tokens) - 1) // seq samples of `tokens`, as a stream.
 
-    With a seed it is endless, and shuffled anew in each epoch. Without one, for validation, it has every
+    With a seed the stream is endless, and shuffled differently in each epoch. Without one, for validation, it has every
     sample once, in order, or `most` of them, spread evenly over the text; numbers from `len` on are padding.
     """
 
@@ -52,13 +51,13 @@ class Samples:
         return self._count
 
     def windows(self, numbers: Tensor) -> Tensor:
-        """Which samples of the text these numbers of the stream are. Padding is negative here and there."""
+        """The samples of the text at these numbers of the stream. Padding is negative in both."""
         if self.seed is None:
             return torch.where(numbers < self._count, numbers * self._all // self._count, _NONE)
         return torch.where(numbers < 0, numbers, shuffled(numbers.clamp(min=0), self._count, self.seed))
 
     def read(self, numbers: Tensor, positions: Tensor) -> Batch:
-        """`positions` [s] of samples `numbers` [b] of the stream -> [s, b]; nothing else is read.
+        """Reads `positions` [s] of samples `numbers` [b] of the stream -> [s, b], and nothing else.
 
         Negative numbers and positions from `seq` on are padding.
         """
@@ -84,7 +83,7 @@ class Loader:
                 f"0 to {samples.seq}; make both with the same seq"
             )
         self.samples, self._batch, self._device = samples, place.batch, place.positions.device
-        # Once, not at each step: the host waits for the device here.
+        # Once, not in each step, because the host waits for the device here.
         self._rows, self._positions = place.samples.cpu(), place.positions.cpu()
         self._ahead: dict[int, Batch] = {}
 
@@ -92,7 +91,7 @@ class Loader:
         return self._ahead.pop(step) if step in self._ahead else self._load(step)
 
     def prefetch(self, steps: Iterable[int]) -> None:
-        """Have these batches, and no others, read and on their way to the device before they are asked for."""
+        """Read these batches, and start copying them to the device, before they are asked for; drop any others."""
         self._ahead = {step: self._load(step) for step in steps}
 
     def _load(self, step: int) -> Batch:

@@ -1,4 +1,4 @@
-"""Where text comes from, which of it is for validation, and reading it a piece at a time."""
+"""Sources of text, the choice of validation text, and reading in pieces."""
 
 import ast
 import codecs
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cuboid.data.faults import MAX_BAD, check_text
 
-#: What is taken for text when a folder is searched. A file that is named outright may be called anything.
+#: Suffixes of text files when a folder is searched. A file that is named itself may have any.
 PROSE = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".html", ".xml")
 CODE = (".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh")
 SUFFIXES = (*PROSE, *CODE)
@@ -43,8 +43,8 @@ def python_stdlib(max_bytes: int = 8_000_000) -> list[Path]:
 def text_files(
     paths: Sequence[Path], max_bad: float = MAX_BAD, tell: Callable[[str], object] = lambda _: None
 ) -> list[Path]:
-    """The files among `paths` and the text files in the folders among them, each once, in a fixed order; all of them
-    pass `check_text`."""
+    """Returns the files among `paths` and the text files in its folders, each once, in a fixed order. Raises ValueError
+    if one fails `check_text`."""
     found: dict[Path, Path] = {}
     for path in paths:
         if path.is_dir():
@@ -52,7 +52,7 @@ def text_files(
             if not inside:
                 raise ValueError(
                     f"folder {path} has no text files; looked for {' '.join(SUFFIXES)}; "
-                    f"name files of other kinds outright"
+                    f"name files of other kinds themselves"
                 )
         elif path.is_file():
             inside = [path]
@@ -68,7 +68,7 @@ def text_files(
 
 
 def _walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
-    """Files by name, a folder's own before its subfolders', without the names that `skip` knows."""
+    """Files by name, a folder's own before its subfolders', except those that `skip` rejects."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if not skip(name))
         for name in sorted(names):
@@ -87,7 +87,7 @@ def _not_library(name: str) -> bool:
 
 
 class Document(NamedTuple):
-    """A file, or a part of one."""
+    """A file, or a range of its bytes."""
 
     path: Path
     start: int
@@ -120,7 +120,7 @@ def split(files: Sequence[Path], fraction: float) -> tuple[list[Document], list[
 
 
 def _by_size(documents: Sequence[Document], fraction: float) -> list[bool]:
-    """Which documents to hold out so that, all along the list, about `fraction` of the bytes are."""
+    """Which documents to hold out so that about `fraction` of the bytes are, all along the list."""
     chosen, owed = [], 0.0
     for document in documents:
         owed += fraction * document.size
@@ -130,7 +130,7 @@ def _by_size(documents: Sequence[Document], fraction: float) -> list[bool]:
 
 
 def _cut(documents: Sequence[Document], at: int) -> tuple[list[Document], list[Document]]:
-    """The documents before byte `at` of them all, and those after it."""
+    """Splits documents at byte `at` of all of them."""
     before: list[Document] = []
     after: list[Document] = []
     for path, start, stop in documents:
@@ -142,7 +142,7 @@ def _cut(documents: Sequence[Document], at: int) -> tuple[list[Document], list[D
 
 
 def _character(path: Path, at: int) -> int:
-    """The first byte from `at` on at which a UTF-8 character begins."""
+    """The first offset from `at` on where a UTF-8 character begins."""
     with path.open("rb") as f:
         f.seek(at)
         following = f.read(4)
@@ -155,17 +155,17 @@ class Piece(NamedTuple):
     last: bool  # of its document
 
 
-#: How the text of a document is read.
+#: Yields the text of a document.
 Reader = Callable[[Document], Iterator[Piece]]
 
 
 def code(document: Document) -> Iterator[Piece]:
-    """A Python file as `ast` writes it, no comments, no docstrings, one layout, and with a tab for an indent. A small
-    model then learns the language rather than English prose about it, or to count spaces."""
+    """A Python file as `ast` writes it: no comments, no docstrings, one layout, tabs as indents. So a small model
+    learns the language, not English prose, and need not count spaces."""
     text = document.path.read_bytes()[document.start : document.stop].decode("utf-8", "replace")
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):  # a part of a file, or of another Python
+    except (SyntaxError, ValueError):  # half a file, or one for another Python
         yield from pieces(document)
         return
     for node in ast.walk(tree):
@@ -180,9 +180,9 @@ def _tabs(indent: re.Match[str]) -> str:
 
 
 def pieces(document: Document) -> Iterator[Piece]:
-    """The text of a document, whole if it is short, otherwise cut at ends of lines so that any length fits.
+    """The text of a document, in pieces that end at ends of lines, so that any length fits into memory.
 
-    Bytes that are not UTF-8 become U+FFFD; ends of lines stay as they are.
+    Bytes that are not UTF-8 become U+FFFD; ends of lines are unchanged.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     left, rest = document.size, ""

@@ -11,14 +11,14 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 FILE = "tokenizer.json"
 
-#: What tokenizers call the token that ends a document; the first one that a vocabulary has is taken.
+#: Names of the token that ends a document; the first one that a vocabulary has is used.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
 
 
 class Tokenizer(Protocol):
     @property
     def vocab(self) -> int:
-        """Every id is below it."""
+        """The number of ids: every id is below it."""
 
     @property
     def end(self) -> int | None:
@@ -31,13 +31,13 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """May use every core."""
+        """Encodes several texts, perhaps on all cores."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Without the tokens that stand for no text, such as `end`."""
+        """Returns the text, without tokens that stand for none, such as `end`."""
 
     def save(self, folder: Path) -> None:
-        """So that `load_tokenizer` finds it there."""
+        """Saves it where `load_tokenizer` finds it."""
 
 
 class ByteTokenizer:
@@ -65,7 +65,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json. Its templates, padding and truncation suit single sentences and are not used."""
+    """A tokenizer.json. Its templates, padding and truncation are meant for single sentences and not used."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -107,8 +107,8 @@ def load_tokenizer(path: Path | None = None) -> Tokenizer:
 
 
 def learn_tokenizer(texts: Iterable[str], vocab: int, folder: Path) -> FileTokenizer:
-    """A byte-pair tokenizer of `vocab` tokens (all 256 bytes and the end of a document among them) that suits `texts`;
-    saved in `folder`."""
+    """Trains a byte-pair tokenizer of `vocab` tokens, with all 256 bytes and the end of a document, on `texts`, and
+    saves it in `folder`."""
     if vocab <= 257:
         raise ValueError(f"vocab={vocab} leaves no pairs beside 256 bytes and the end of a document; use 258 or more")
     tokenizer = _Tokenizer(models.BPE())

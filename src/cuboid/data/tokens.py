@@ -1,7 +1,7 @@
-"""A long row of token ids: in memory, or in a file that is mapped and read where it is needed.
+"""A long sequence of token ids: in memory, or in a memory-mapped file.
 
-A token file is two: `name.bin`, the ids little-endian uint16 (uint32 if the vocabulary is larger
-than 65,536), and `name.json`, its `Header`. The header is written last: without one a file is not complete.
+A token file is two files: `name.bin`, the ids as little-endian uint16 (uint32 if the vocabulary is larger than 65,536),
+and `name.json`, its `Header`. The header is written last: without it the file is incomplete.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ import numpy as np
 _FORMAT = "cuboid tokens, version 1"
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _CHUNK = 1 << 20
-_SAMPLED = 16  # chunks at most, where frequencies are all that is asked
+_SAMPLED = 16  # most chunks that are read for frequencies alone
 
 
 class Tokens(Protocol):
-    """A numpy array of one dim is one; so is a `TokenFile`."""
+    """Token ids: a numpy array of one dim, or a `TokenFile`."""
 
     def __len__(self) -> int: ...
 
@@ -44,7 +44,7 @@ def dtype_for(vocab: int) -> str:
 
 
 class TokenFile:
-    """The tokens of a file. Nothing is read before it is asked for; ranks on one machine share what is."""
+    """The tokens of a file. They are read when they are asked for; ranks on one machine share the memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class TokenFile:
         if size != said:
             raise ValueError(
                 f"{path} has {size:,} bytes but its header says {self.header.count:,} tokens of "
-                f"{self.header.dtype}, {said:,} bytes; it was cut short or changed: build it again"
+                f"{self.header.dtype}, {said:,} bytes; it was truncated or changed: build it again"
             )
         # an empty file cannot be mapped
         self._ids = np.asarray(np.memmap(path, dtype, mode="r")) if size else np.empty(0, dtype)
@@ -67,7 +67,7 @@ class TokenFile:
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a file looks like one, by its name and its header's."""
+    """Whether a file is one, judged by its name and its header's."""
     return path.suffix == ".bin" and path.is_file() and path.with_suffix(".json").is_file()
 
 
@@ -89,7 +89,7 @@ def _read_header(path: Path) -> Header:
 
 
 class TokenWriter:
-    """Writes a token file a part at a time; `close` completes it."""
+    """Writes a token file piece by piece; `close` completes it."""
 
     def __init__(self, path: Path, vocab: int, tokenizer: str) -> None:
         self.path, self.vocab, self.tokenizer, self.count = path, vocab, tokenizer, 0
@@ -100,9 +100,9 @@ class TokenWriter:
     def append(self, ids: np.ndarray) -> None:
         if ids.size and int(ids.max()) >= self.vocab:
             raise ValueError(f"token {int(ids.max())} is not below vocab={self.vocab}; give the tokenizer's own vocab")
-        part = ids.astype(_DTYPES[self._dtype]).tobytes()
-        self._hash.update(part)
-        self._file.write(part)
+        content = ids.astype(_DTYPES[self._dtype]).tobytes()
+        self._hash.update(content)
+        self._file.write(content)
         self.count += len(ids)
 
     def close(self, documents: int) -> Header:
@@ -124,7 +124,7 @@ def _chunks(tokens: Tokens) -> Iterator[np.ndarray]:
 
 
 def digest(tokens: Tokens, vocab: int) -> str:
-    """Of the tokens themselves, as a header has it: tells a changed file, or other data than before."""
+    """Digest of the tokens, as in a header: it differs if a file was changed, or for other data."""
     h = hashlib.blake2b(digest_size=16)
     for chunk in _chunks(tokens):
         h.update(chunk.astype(_DTYPES[dtype_for(vocab)]).tobytes())
@@ -132,8 +132,8 @@ def digest(tokens: Tokens, vocab: int) -> str:
 
 
 def unigram_entropy(tokens: Tokens, vocab: int) -> float:
-    """Nats per token of the frequencies alone: the loss of a model that has learnt nothing from context. Of a long row,
-    those of `_SAMPLED` chunks spread over it: a corpus may be larger than a run can read.
+    """Entropy of the tokens' frequencies, in nats per token: the loss of a model that ignores context. Of a long
+    sequence only `_SAMPLED` chunks, spread over it, are read.
 
     >>> round(unigram_entropy(np.array([0, 1, 2, 3]), 4), 4)  # ln 4
     1.3863

@@ -1,4 +1,4 @@
-"""What a model is, whatever it runs on: sizes and choices, checked before anything is built."""
+"""A model's configuration, independent of where it runs. It is checked before anything is built."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +9,7 @@ FAMILIES = ("gpt2", "llama")
 ROPE_KINDS = ("llama3", "linear")
 
 
-#: Of any size: products of them still fit in 64 bits.
+#: Largest sizes: their products still fit into 64 bits.
 MOST, MOST_LAYERS = 1 << 24, 1 << 16
 
 
@@ -18,11 +18,11 @@ class RopeScaling:
     """How rotary wavelengths are stretched for a longer context.
 
     Args:
-        factor: How far.
-        low_freq_factor: Wavelengths beyond `original_context` / this are stretched in full.
+        factor: By how much.
+        low_freq_factor: Wavelengths above `original_context` / this are stretched in full.
         high_freq_factor: Wavelengths below `original_context` / this are not stretched.
-        original_context: The context that the model was first trained on.
-        kind: "llama3": the long ones only, as Llama 3 does; "linear": all alike.
+        original_context: The context of the model's original training.
+        kind: "llama3": only long wavelengths, as Llama 3 does; "linear": all alike.
 
     Raises:
         ValueError: If `kind` is another.
@@ -41,7 +41,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Transformer language model. Zero or None means "what the family does".
+    """A Transformer language model. Zero or None stands for the usual value of the family.
 
     gpt2: LayerNorm, learned positions, GELU, biases, head tied to the embedding.
     llama: RMSNorm, rotary positions, SwiGLU, no biases, head of its own, grouped-query attention. With `qkv_bias` it is
@@ -54,22 +54,22 @@ class ModelConfig:
         heads: Attention heads.
         vocab: Rows of the embedding.
         context: The longest sequence.
-        kv_heads: Heads of keys and values; 0: as many as heads.
+        kv_heads: Heads of keys and values; 0: same as heads.
         head_dim: Width of a head; 0: hidden / heads.
         ffn: Inner width of the MLP; 0: 4 · hidden (gpt2), 8/3 · hidden rounded up to a multiple of 64 (llama).
-        tied: Whether head and embedding share their weight.
+        tied: Whether head and embedding share one weight.
         bias: Whether linears have biases.
-        qkv_bias: Whether queries, keys and values have; None: as `bias`.
+        qkv_bias: Whether queries, keys and values have biases; None: same as `bias`.
         qk_norm: RMSNorm of each head's queries and keys.
         window: Tokens that attention looks back on; 0: all. Longer sequences are rejected.
-        dropout: Share of the residual stream's elements that is zeroed in training.
+        dropout: Fraction of the residual stream's elements that is zeroed in training.
         norm_eps: Added to the variance in norms.
         init_std: Standard deviation of the initial weights.
         rope_theta: Base of the rotary wavelengths.
         rope_scaling: How they are stretched, if at all.
 
     Raises:
-        ValueError: If sizes do not fit each other; the message says which would.
+        ValueError: If sizes do not fit each other; the message says which do.
     """
 
     family: str = "gpt2"
@@ -150,7 +150,7 @@ class ModelConfig:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence: what the model is trained and exported for; a window is never slid."""
+        """The longest sequence, in tokens; a window is never slid."""
         return min(self.context, self.window or self.context)
 
     @property
@@ -166,7 +166,7 @@ class ModelConfig:
         return self.layers * (2 * norm + attention + mlp) + norm + tables
 
     def check(self, cuboid: Cuboid, batch: int, seq: int) -> None:
-        """Raise if this model cannot run on `cuboid` with `batch` sequences of `seq` tokens."""
+        """Raise ValueError if this model cannot run on `cuboid` with `batch` sequences of `seq` tokens."""
         yz = cuboid.y * cuboid.z
         if self.heads % yz:
             near = [h for h in (self.heads // yz * yz, (self.heads // yz + 1) * yz) if h]
@@ -182,7 +182,7 @@ class ModelConfig:
             )
         if cuboid.pipe > self.layers:
             raise ValueError(
-                f"layers={self.layers} cannot be split into pipe={cuboid.pipe} stages of a block or more; use at least "
+                f"layers={self.layers} cannot be split into pipe={cuboid.pipe} stages of blocks; use at least "
                 f"{cuboid.pipe} layers, or pipe at most {self.layers}"
             )
         _size("batch", batch, 1)
@@ -202,7 +202,7 @@ class ModelConfig:
             )
 
     def check_plain(self, where: str, pipe: int = 1) -> None:
-        """Raise if the model has what only one device and a cuboid do, or is to be a pipeline."""
+        """Raise ValueError if the model needs what only one device and cuboids support, or a pipeline."""
         for name, odd in (("qk_norm", self.qk_norm), ("qkv_bias", self.qkv_biased != self.bias)):
             if odd:
                 raise ValueError(f"{name}={getattr(self, name)} is not supported in {where}; run it on a cuboid")

@@ -1,4 +1,4 @@
-"""3-D parallel: the product of product.py on any x × y × z block.
+"""3-D parallelism: the product of product.py on any x × y × z block.
 
     tensor                held by a rank
     residual stream       [s/y, b/x, d/z]
@@ -7,10 +7,10 @@
     logits                [s/z, b/x, V/y]
     into weight [n, k]    [n/(y x), k/z]               roles n = y, k = z
     out_of weight [n, k]  [n/(z x), k/y]               roles n = z, k = y
-    tables [V, d]         [V/(y x), d/z]               like an into weight
+    embeddings [V, d]     [V/(y x), d/z]               like an into weight
 
-Axis x plays m. When it is longer than the batch it cuts the sequence too: gcd(b, x) ranks cut the batch, the rest the
-sequence, dealt from both ends so that causal attention is even, with keys and values gathered over them.
+Axis x plays m. If it is longer than the batch it splits the sequence too: gcd(b, x) ranks split the batch, the rest the
+sequence, dealt from both ends so that causal attention is balanced, with keys and values gathered over them.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ from cuboid.step.schedule import PREFETCH, Schedule
 
 SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
     "into.weight": ((("y", "x"), ("z",)), ()),
-    "into.bias": ((("y", "x"),), ()),  # whole dY over z: every z-rank has the same gradient
+    "into.bias": ((("y", "x"),), ()),  # dY is unsharded over z: every z-rank has the same gradient
     "out_of.weight": ((("z", "x"), ("y",)), ()),
     "out_of.bias": ((("z", "x"),), ()),
     "norm": ((("z", "x"),), ("y",)),  # each y-rank has seen its own tokens
@@ -51,7 +51,7 @@ SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
 }
 
 
-#: What products are computed in, by its name; None: as weights are stored.
+#: The dtype of matmuls, by name; None: that of the stored weights.
 COMPUTE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 #: Least bytes of a sub-batch's residual stream, on a CPU and on a GPU. Smaller collectives are mostly latency, and cost
@@ -64,15 +64,15 @@ LEAST_ROWS = (512, 2048)
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept from forward for backward of operands that were gathered for a matmul.
+    """What forward keeps for backward of operands that were gathered for a matmul.
 
     Args:
-        activations: "regather": the shard, which is gathered again; "retain": the gathered operand.
-        weights: The same of weights.
-        head_elements: The most elements of partial logits at a time.
+        activations: "regather" keeps the shard, which backward gathers again; "retain" keeps the gathered operand.
+        weights: The same for weights.
+        head_elements: The most elements of partial logits in memory at a time.
 
     Raises:
-        ValueError: If a policy is another.
+        ValueError: If a policy is neither.
     """
 
     activations: Literal["regather", "retain"] = "regather"
@@ -89,14 +89,14 @@ class CuboidParallel:
     """A Transformer on an x × y × z block of devices. A rank holds `[s/y, b/x, d/z]` of the residual stream.
 
     Args:
-        config: What the model is.
+        config: The model.
         mesh: The ranks it is spread over.
-        policy: What is kept from forward for backward.
-        dtype: What linears compute in; None: as weights are stored.
+        policy: What forward keeps for backward.
+        dtype: In which linears compute; None: that of the stored weights.
         schedule: What overlaps with what.
 
     Raises:
-        ValueError: If heads, hidden size or layers cannot be split so.
+        ValueError: If heads, hidden size or layers cannot be split over the mesh.
     """
 
     sums_over: Sequence[str] = ("x", "z", "replicas")
@@ -150,7 +150,7 @@ class CuboidParallel:
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
         y, z = self.mesh.y, self.mesh.z
-        # outputs whose heads y·z cannot split come out split by tokens; `attend` gathers them
+        # outputs with heads that y·z does not divide are sharded by tokens; `attend` gathers them
         whole = [bool(heads) and heads[i] % (y.size * z.size) == 0 for i in range(len(linears))]
         chunks = 1 if heads and not all(whole) else self.schedule.chunks
         gives = "heads" if heads else "inner"
@@ -185,12 +185,12 @@ class CuboidParallel:
 
 
 def residual_dropout(config: ModelConfig, name: str, fuse: Fuse = plain) -> Layer:
-    """Of the residual stream, by global index; nothing where there is no seed."""
+    """residual -> residual: dropout by global index; the identity without a seed."""
 
     def drop(at: At, X: Tensor) -> Tensor:
         if at.seed is None:
             return X
-        key = torch.full((), key_of(at.seed, name), device=X.device)  # a number would be compiled in
+        key = torch.full((), key_of(at.seed, name), device=X.device)  # torch.compile would specialise on a number
         return fuse(dropout)(X, config.dropout, key, at.place.residual)
 
     return diagonal(drop)
@@ -213,13 +213,13 @@ def suitable_schedule(
     return Schedule(sub_batches=count) if count > 1 else Schedule(chunks=min(4, most))
 
 
-def dealt(s: int, parts: int, index: int) -> tuple[Tensor, ...]:
-    """The positions that part `index` of a sequence of s takes: its share, from both ends if there are several parts.
+def dealt(s: int, ranks: int, index: int) -> tuple[Tensor, ...]:
+    """The positions that rank `index` takes of a sequence of s: from both ends, if several ranks share it.
 
     >>> [[int(i) for p in dealt(8, 2, index) for i in p] for index in range(2)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    if parts == 1:
+    if ranks == 1:
         return (torch.arange(s),)
-    pieces = torch.arange(s).chunk(2 * parts)
+    pieces = torch.arange(s).chunk(2 * ranks)
     return pieces[index], pieces[-1 - index]

@@ -1,7 +1,7 @@
-"""Which parameters of a model are not trained, by a pattern of their names.
+"""Frozen parameters of a model, by a pattern of their names.
 
-A frozen weight has no gradient, and nothing is computed, sent or kept for one. Backward ends with the lowest stage that
-has something to train: below it nothing is saved.
+A frozen weight has no gradient; nothing is computed, sent or kept for one. Backward ends with the lowest stage that has
+trained parameters; stages below it save nothing.
 """
 
 import re
@@ -13,15 +13,15 @@ from cuboid.model.config import ModelConfig
 
 
 def matching(pattern: str, names: Sequence[str]) -> set[str]:
-    """The names that a regular expression is found in; none for an empty one. Raises if it, or one of the alternatives
-    it lists ("embed|blocks.0"), is found in none."""
+    """Returns the names in which a regular expression is found; an empty one is found in none. Raises ValueError if it,
+    or one of the alternatives it lists ("embed|blocks.0"), is found in no name."""
     if not pattern:
         return set()
     try:
         found = {name for name in names if re.search(pattern, name)}
     except re.error as error:
         hint = "write such as 'embed|blocks.0'"
-        raise ValueError(f"freeze={pattern!r} is no regular expression: {error}; {hint}") from None
+        raise ValueError(f"freeze={pattern!r} is not a regular expression: {error}; {hint}") from None
     plain = re.fullmatch(r"[\w.^$\\*+?|]*", pattern) is not None
     for part in pattern.split("|") if plain else [pattern]:
         if not part or not any(re.search(part, name) for name in names):
@@ -32,13 +32,13 @@ def matching(pattern: str, names: Sequence[str]) -> set[str]:
 
 
 def _prefixes(names: Iterable[str]) -> list[str]:
-    """Of all modules and parameters."""
+    """The dotted names of all modules and parameters."""
     words = [name.split(".") for name in names]
     return list(dict.fromkeys(".".join(each[:n]) for each in words for n in range(1, len(each) + 1)))
 
 
 def block_names(config: ModelConfig) -> list[str]:
-    """Of the parameters of one block."""
+    """The names of one block's parameters."""
     c, found = config, list[str]()
     for module, bias in (
         ("norm1", c.norm_bias),
@@ -53,7 +53,7 @@ def block_names(config: ModelConfig) -> list[str]:
 
 
 def parameter_names(config: ModelConfig) -> list[str]:
-    """Of a whole Transformer."""
+    """The names of all parameters of a Transformer."""
     c, block = config, block_names(config)
     found = ["embed.weight", *["positions.weight"] * (not c.rotary)]
     found += [f"blocks.{i}.{name}" for i in range(c.layers) for name in block]
@@ -61,8 +61,8 @@ def parameter_names(config: ModelConfig) -> list[str]:
 
 
 class Trained:
-    """What a pattern leaves to train of a Transformer. Its stages are the embedding, the blocks, the last norm, the
-    head."""
+    """The parameters of a Transformer that a pattern leaves trained. Stages are the embedding, the blocks, the last
+    norm and the head."""
 
     def __init__(self, config: ModelConfig, freeze: str = "") -> None:
         self.config, self.freeze = config, freeze
@@ -77,15 +77,15 @@ class Trained:
 
     @property
     def head(self) -> bool:
-        """Of a tied head the table."""
+        """Whether the head's weight is trained: the embedding, if it is tied."""
         return self.embed if self.config.tied else "head.weight" in self
 
     def tables(self) -> list[bool]:
-        """The embedding, and learned positions."""
+        """Whether the embedding is trained and, if positions are learned, whether they are."""
         return [self.embed] + ([] if self.config.rotary else ["positions.weight" in self])
 
     def norm(self) -> list[bool]:
-        """The last one's weight and bias."""
+        """Whether the last norm's weight and bias are trained."""
         return [f"norm.{each}" in self for each in ["weight", "bias"][: 1 + self.config.norm_bias]]
 
     def block(self, i: int) -> frozenset[str]:
@@ -100,7 +100,7 @@ class Trained:
 
     @cached_property
     def lowest(self) -> int:
-        """The first stage with something to train, where backward ends; if there is none, how many stages there are."""
+        """The first stage with trained parameters, where backward ends; the number of stages if there is none."""
         layers = self.config.layers
         stages = [any(self.tables()), *(bool(self.block(i)) for i in range(layers)), any(self.norm()), self.head]
         return stages.index(True) if True in stages else len(stages)

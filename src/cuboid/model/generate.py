@@ -1,4 +1,4 @@
-"""Text from a model, one token at a time with a cache of keys and values, on one rank or any cuboid."""
+"""Generates text token by token, with a cache of keys and values, on one rank or any cuboid."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from cuboid.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Temperature 0 takes the likeliest."""
+    """How the next token is drawn. Temperature 0 takes the most likely."""
 
     temperature: float = 0.6
-    top_k: int = 0  # of the likeliest only; 0: of all
-    top_p: float = 1.0  # of the likeliest that together have this probability
+    top_k: int = 0  # among the k most likely; 0: among all
+    top_p: float = 1.0  # among the most likely that together have this probability
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -33,7 +33,8 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
 
     def draw(self, logits: Tensor, position: int) -> int:
-        """logits [v]. Depends on the seed and the position alone, so every rank draws the same."""
+        """Draws a token from logits [v]. It depends only on them, the seed and the position: all ranks draw the
+        same."""
         logits = logits.double().cpu()
         if self.temperature == 0:
             return int(logits.argmax())
@@ -51,9 +52,10 @@ class Sampling:
 def generate(
     model: Transformer, prompt: Sequence[int], count: int, sampling: Sampling = Sampling(), vocab: int | None = None
 ) -> Iterator[int]:
-    """Up to `count` tokens after the prompt; fewer where the model's longest sequence ends. Every rank runs it alike.
+    """Yields up to `count` tokens after the prompt; fewer if the model's longest sequence ends before. Every rank calls
+    it.
 
-    `vocab` is the tokenizer's where the model has more rows than it: only tokens that mean something are drawn.
+    `vocab` is the tokenizer's, if the model has more rows: only tokens below it are drawn.
     """
     config, parallel = model.config, model.parallel
     check_prompt(config, prompt)
@@ -82,8 +84,8 @@ def check_prompt(config: ModelConfig, prompt: Sequence[int]) -> None:
 
 
 def last_logits(model: Transformer, logits: Tensor, place: Place) -> Tensor:
-    """The last token's logits [v], whole on every rank, from the ranks that have a part of them. On a pipe all places
-    have the same, and the first gives it."""
+    """Returns the last token's unsharded logits [v], on every rank. On a pipe all places have the same shards; the
+    first place contributes them."""
     s, b, v = place.logits
     mine = model.parallel.mesh.pipe.index == 0
     last = ((s == place.start + place.seq - 1) & mine).to(logits.dtype)[:, None, None]

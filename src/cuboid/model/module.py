@@ -1,7 +1,7 @@
-"""What every module here is: parameters declared by their global shapes, held as this rank's shards.
+"""Modules declare their parameters by global shapes and hold this rank's shards.
 
 On several ranks a parameter is a DTensor, whose local tensor is the shard that a step works on; on one device it is a
-plain one. So optimizers, clipping, state dicts and `torch.distributed.checkpoint` do what they do for any module.
+plain tensor. So optimizers, clipping, state dicts and `torch.distributed.checkpoint` work as for any module.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from cuboid.model.parallel import Parallel, Role
 
 
 class Declared(NamedTuple):
-    """A parameter as the whole model has it: how it is cut, and its first value, `mean` + normal(`std`)."""
+    """How a parameter is sharded, and its initial value, `mean` + normal(`std`)."""
 
     spec: Spec
     std: float
@@ -37,7 +37,7 @@ class Module(nn.Module):
     def declare(
         self, name: str, role: Role, *shape: int, std: float = 0.0, mean: float = 0.0, pipe: Sequence[int] = ()
     ) -> nn.Parameter:
-        """A parameter of this rank's place on the pipe or, if it is in several stages, of the places given."""
+        """Registers a parameter. `pipe`: the places of a pipeline that hold it, if not only this rank's."""
         mesh = self.parallel.mesh
         spec = replace(self.parallel.spec(role, shape), pipe=tuple(pipe) or (mesh.pipe.index,))
         shard = torch.empty(spec.local_shape(mesh.cuboid, mesh.coordinates), device=mesh.device)
@@ -56,8 +56,8 @@ class Module(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Takes unsharded tensors too. Values are copied even where they are to be assigned: layers and optimizers
-        know the parameters that there are."""
+        """Also takes unsharded tensors. Copies values even with assign=True, because layers and optimizers refer to the
+        existing parameters."""
         assign = local_metadata.get("assign_to_params_buffers", False)
         for name, d in self.declared.items():
             given, mine = state_dict.get(prefix + name), self.get_parameter(name)
@@ -73,7 +73,7 @@ class Module(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _here(self, given: Tensor, spec: Spec, mine: nn.Parameter) -> Tensor:
-        """A tensor as it lies on this mesh, if that takes no message."""
+        """The tensor as it is sharded on this mesh, if that needs no communication; else as given."""
         mesh = self.parallel.mesh
         if not isinstance(mine, DTensor):
             return given
@@ -84,7 +84,7 @@ class Module(nn.Module):
 
     def _no_hook(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            f"a hook on {type(self).__name__}, a part of a model: parts are run on sub-batches of a rank's shards, and "
+            f"a hook on {type(self).__name__}, a module inside a model: it runs on sub-batches of a rank's shards, so "
             "a hook would not get the module's inputs and outputs; register it on the model itself, or on a parameter"
         )
 
@@ -102,7 +102,7 @@ def declared(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Declared]]:
 
 @torch.no_grad()
 def initialise(module: nn.Module, seed: int) -> None:
-    """First values by seed, name and global index: the same model on every cuboid. A rank makes its shards alone."""
+    """Sets initial values by seed, name and global index: the same on every cuboid. A rank makes only its shards."""
     for name, parameter, (spec, std, mean) in declared(module):
         shard = shard_of(parameter).fill_(mean)
         if std:

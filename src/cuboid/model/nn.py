@@ -1,5 +1,5 @@
-"""Layers and models, written against a `Parallel`. Modules (module.py) are layers themselves (step/op.py). To write a
-model of your own: docs/your-own-model.md.
+"""Layers and models, written against a `Parallel`. Modules (module.py) are layers themselves (step/op.py). How to write
+your own model: docs/your-own-model.md.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from cuboid.step.weights import Bucket, Gathered
 
 
 class LayerModule(Module):
-    """A module that is a layer. A subclass makes its modules, then sets `self.layer`.
+    """A module that is a layer. A subclass creates its modules, then sets `self.layer`.
 
     Args:
         parallel: How the model is spread.
@@ -52,18 +52,18 @@ class LayerModule(Module):
 
 
 class Linear(Module):
-    """A weight `[n, k]` and perhaps a bias `[n]`, to be used with `parallel.into` or `parallel.out_of`.
+    """A weight `[n, k]` and an optional bias `[n]`, for `parallel.into` or `parallel.out_of`.
 
     Args:
         parallel: How the model is spread.
         way: "into": it leaves the residual stream (qkv, up, gate); "out_of": it returns to it.
         n: Out-features.
         k: In-features.
-        bias: Whether there is one.
+        bias: Whether it has a bias.
         std: Standard deviation of the initial weight.
 
     Raises:
-        ValueError: If `way` is another.
+        ValueError: If `way` is neither.
     """
 
     def __init__(self, parallel: Parallel, way: str, n: int, k: int, bias: bool, std: float) -> None:
@@ -81,14 +81,14 @@ class Linear(Module):
 
 
 class Table(Module):
-    """An embedding `[rows, d]`, which can be the head's weight as well.
+    """An embedding `[rows, d]`, which can also be the head's weight.
 
     Args:
         parallel: How the model is spread.
         rows: The size of the vocabulary, or the number of positions.
         d: The hidden size.
         std: Standard deviation of the initial weights.
-        pipe: The places of a pipeline that hold it, where there are several.
+        pipe: The places of a pipeline that hold it, if several do.
     """
 
     def __init__(self, parallel: Parallel, rows: int, d: int, std: float, pipe: Sequence[int] = ()) -> None:
@@ -101,11 +101,11 @@ class Table(Module):
         return self.parallel.embed([table.weight for table in tables], [table.rows for table in tables])
 
     def logits(self) -> Layer:
-        """residual -> the product with every row."""
+        """residual -> logits, the product with every row."""
         return self.parallel.logits(self.weight, self.rows)
 
     def head_loss(self) -> Layer:
-        """residual -> loss: cross entropy of the logits, which are never whole."""
+        """residual -> loss: cross entropy of the logits, which are never unsharded."""
         return self.parallel.head_loss(self.weight, self.rows)
 
 
@@ -115,7 +115,7 @@ class Norm(LayerModule):
     Args:
         parallel: How the model is spread.
         d: The hidden size.
-        bias: Whether there is one.
+        bias: Whether it has a bias.
     """
 
     def __init__(self, parallel: Parallel, d: int, bias: bool) -> None:
@@ -138,8 +138,8 @@ class Attention(LayerModule):
 
     Args:
         parallel: How the model is spread.
-        recompute: Whether backward recomputes attention instead of keeping what it saved.
-        causal: Each token attends to those before it; otherwise to all.
+        recompute: Whether backward recomputes attention instead of saving its activations.
+        causal: Whether each token attends only to those before it.
     """
 
     def __init__(self, parallel: Parallel, recompute: bool = False, causal: bool = True) -> None:
@@ -171,8 +171,8 @@ class MLP(LayerModule):
         self.up = Linear(parallel, "into", c.ffn, c.hidden, bias, c.init_std)
         self.down = Linear(parallel, "out_of", c.hidden, c.ffn, bias, c.init_std / (2 * c.layers) ** 0.5)
         into = parallel.into([each.affine for each in (self.gate, self.up) if each is not None])
-        bend = Local(gelu) if self.gate is None else recomputed(Local(fuse(swiglu)))
-        self.layer = chain(into, bend, parallel.out_of(self.down.affine))
+        activation = Local(gelu) if self.gate is None else recomputed(Local(fuse(swiglu)))
+        self.layer = chain(into, activation, parallel.out_of(self.down.affine))
 
 
 class Block(LayerModule):
@@ -180,7 +180,7 @@ class Block(LayerModule):
 
     Args:
         parallel: How the model is spread.
-        name: Tells the dropout of this block from that of others.
+        name: Distinguishes the dropout of this block from others'.
         recompute_attention: Whether backward recomputes attention.
     """
 
@@ -199,11 +199,11 @@ class Block(LayerModule):
 
 
 class Model(nn.Module):
-    """A model of stages. A subclass makes its modules, lists its stages in `stages`, and calls `finish`.
+    """A model of stages. A subclass creates its modules, lists its stages in `stages`, and calls `finish`.
 
     The last stage gives the sum of losses and how many count; the model's loss is their quotient over all ranks. A
-    subclass that can be a pipeline makes only the modules of its rank, and lists them in `segments`. Parameters and
-    gradients are DTensors, plain tensors on one device.
+    subclass that supports a pipeline creates only the modules of its rank, and lists them in `segments`. Parameters and
+    gradients are DTensors, on one device plain tensors.
 
     Args:
         parallel: How the model is spread.
@@ -216,15 +216,15 @@ class Model(nn.Module):
         self._buckets: dict[nn.Module, Bucket] = {}
         self._known: list[tuple[str, dict[str, Any], str, nn.Parameter]] = []  # where modules have their parameters
         self._replicated: dict[int, list[nn.Parameter]] = {}  # parameters by the number of ranks that hold each
-        # its seed, and how many forwards have had it: saved with the weights, so that a loop resumes with the next
+        # [seed, forwards so far]: saved with the weights, so that a resumed loop continues the sequence
         self.register_buffer("dropout_state", torch.zeros(2, dtype=torch.int64), bool(parallel.config.dropout))
 
     def stages(self) -> Sequence[Stage]:
-        """In the order of forward."""
+        """The stages, in the order of forward."""
         raise NotImplementedError("a Model lists its stages")
 
     def segments(self) -> Mapping[int, Sequence[Stage]]:
-        """The stages of a pipeline that this rank has, by their numbers, each with the stages of the model in it."""
+        """The pipeline stages of this rank: their numbers, each with the model's stages in it."""
         if self.parallel.mesh.pipe.size > 1:
             raise ValueError(
                 f"{type(self).__name__} is not written as a pipeline, and the mesh has pipe="
@@ -236,12 +236,12 @@ class Model(nn.Module):
         """Check the stages and initialise the parameters. The last thing that a subclass's `__init__` calls.
 
         Args:
-            seed: Of the initial values, the same on every cuboid; None: values are to be loaded.
+            seed: Of the initial values, the same on every cuboid; None: values will be loaded.
             dtype: Of weights at rest.
             wraps: On a pipe: whether the first place and the last share parameters.
 
         Raises:
-            ValueError: If a parameter is in no stage, a layer does not take what the one before it gives, or the last
+            ValueError: If a parameter is in no stage, a layer does not take what the previous one gives, or the last
                 stage gives no loss.
         """
         segments, mesh = self.segments(), self.parallel.mesh
@@ -253,13 +253,13 @@ class Model(nn.Module):
             self._known += [(f"{path}.{name}", found, name, p) for name, p in found.items() if p is not None]
         super()._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
         self.lanes = mesh.lanes(wraps or self.split.last >= mesh.pipe.size)
-        self._run(segments)  # before there are values: buckets move the shards, and what is empty takes no memory
+        self._run(segments)  # before values exist: buckets move the shards, and empty memory costs nothing
         if seed is not None:
             initialise(self, seed)
             self.dropout_seed = seed
 
     def _run(self, segments: Mapping[int, Sequence[Stage]]) -> None:
-        """Make what runs the stages, of the parameters as they lie now."""
+        """Create the buckets and the player for the parameters as they are now."""
         mesh, dtype = self.parallel.mesh, self.parallel.dtype
         stages = [stage for each in segments.values() for stage in each]
         for module in dict.fromkeys(module for stage in stages for module in stage.needs):
@@ -267,7 +267,7 @@ class Model(nn.Module):
         self.player = self.player_of(segments)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Model":
-        """What `to`, `double` and the like do. The device is the mesh's."""
+        """Called by `to`, `double` and the like. Raises ValueError if they would change the device."""
         device = self.parallel.mesh.device
         found = fn(torch.empty(0, device=device)).device
         if found.type != device.type:
@@ -278,11 +278,11 @@ class Model(nn.Module):
 
     @cached_property
     def split(self) -> Split:
-        """Of the model's blocks over the stages of a pipeline."""
+        """How the model's blocks are split over the stages of a pipeline."""
         return Split.of(self.parallel.config.layers, self.parallel.mesh.pipe.size, self.parallel.schedule)
 
     def freeze(self, pattern: str) -> None:
-        """Train no parameter whose name matches, as `requires_grad_(False)` would.
+        """Freeze the parameters whose names match, like `requires_grad_(False)`.
 
         Args:
             pattern: A regular expression that is searched in the names: "embed|blocks.0".
@@ -319,7 +319,7 @@ class Model(nn.Module):
             raise ValueError(f"{shown}: in no stage, so no step would train them; name their module in a stage")
 
     def player_of(self, segments: Mapping[int, Sequence[Stage]]) -> Player:
-        """Of this rank's stages of a pipeline; between them messages arrive and depart."""
+        """A player of this rank's pipeline stages, with the messages between stages."""
         parallel, mesh, last, runners = self.parallel, self.parallel.mesh, self.split.last, {}
         sums_over = [getattr(mesh, name) for name in parallel.sums_over]
         arrive, depart = border(next(iter(self._buckets.values())).dtype.itemsize)
@@ -338,13 +338,13 @@ class Model(nn.Module):
 
         Args:
             inputs: This rank's token ids `[s, b]` (`place.take`) or features `[s, b, d]` (`place.take_features`).
-            targets: This rank's targets, `[s, b]`, taken alike.
-            place: Which part of the batch they are.
+            targets: This rank's targets, `[s, b]`, from `place.take` too.
+            place: Which slice of the batch they are.
             loss: Options of the loss, `Loss` for cross entropy.
             dropout: The seed of dropout; None: that of the next forward. `eval()` turns dropout off.
 
         Raises:
-            ValueError: If shapes are not those of the place; under autocast; with gradients on a pipe, where `play`
+            ValueError: If shapes do not match the place; under autocast; with gradients on a pipe, where `play`
                 trains.
         """
         self._check_call(inputs, targets, place)
@@ -360,8 +360,8 @@ class Model(nn.Module):
 
     @property
     def dropout_seed(self) -> int:
-        """What dropout is drawn by, with the number of the forward: the seed of the first values unless set. Setting it
-        begins with the first forward."""
+        """The seed of dropout, with the number of the forward: that of the initial values unless set. Setting it resets
+        the number of forwards."""
         return int(self.dropout_state[0])
 
     @dropout_seed.setter
@@ -385,19 +385,21 @@ class Model(nn.Module):
         added to the parameters', as `backward()` does, and summed over replicas once.
 
         Args:
-            batches: Of each micro-batch this rank's inputs and their `At`.
-            order: In which order they run; None: as the schedule says.
-            scale: What the loss is multiplied by.
+            batches: This rank's inputs of each micro-batch, and their `At`.
+            order: The order of their forwards and backwards; None: the schedule's.
+            scale: A factor of the loss.
 
         Returns:
             The losses of the micro-batches.
 
         Raises:
-            ValueError: If an order is given on a pipe, or inputs are not those of their place.
+            ValueError: If an order is given on a pipe, or inputs do not match their place.
         """
         pipe = self.parallel.mesh.pipe.size
         if order is not None and pipe > 1:
-            raise ValueError(f"an order of your own is of one stage, but pipe={pipe}; choose a schedule by its name")
+            raise ValueError(
+                f"an order can be given for one stage only, but pipe={pipe}; choose a schedule by its name"
+            )
         for inputs, at in batches:
             self._check_call(inputs, at.targets, at.place)
         batches = [(inputs, replace(at, seed=self._dropout(at.seed))) for inputs, at in batches]
@@ -406,10 +408,10 @@ class Model(nn.Module):
         )
 
     def _check_call(self, inputs: Tensor, targets: Tensor | None, place: Place) -> None:
-        """Raise where a step would silently do something else than it seems to."""
+        """Raise ValueError where a step would silently do something else than it seems to."""
         if torch.is_autocast_enabled(inputs.device.type):
             raise ValueError(
-                "torch.autocast does not reach the model's products; say what they compute in when you make the model: "
+                "torch.autocast does not reach the model's matmuls; set their dtype when you create the model: "
                 "CuboidParallel(config, mesh, dtype=torch.bfloat16)"
             )
         for name, found, key, parameter in self._known:
@@ -425,8 +427,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def gradient_square(self) -> Tensor:
-        """This rank's share of the squared norm of the whole gradient: what several ranks hold, each counts in part.
-        Rows are summed in fp32 or better, their sums in fp64: within 1e-8 of fp64 throughout, ten times as fast."""
+        """This rank's share of the squared norm of the model's gradient; replicated tensors count a fraction on each
+        rank. Rows are summed in fp32 or better, their sums in fp64: within 1e-8 of all-fp64, ten times as fast."""
         total = torch.zeros((), dtype=torch.float64, device=self.parallel.mesh.device)
         for copies, parameters in self._replicated.items():
             rows = [_row_norms(shard_of(parameter.grad)) for parameter in parameters if parameter.grad is not None]
@@ -435,12 +437,12 @@ class Model(nn.Module):
         return total
 
     def gradient_norm(self) -> Tensor:
-        """The norm of the whole model's gradient, exact on every rank: one small all-reduce over all ranks."""
+        """The norm of the model's gradient, the same on all ranks. Needs one small all-reduce over all ranks."""
         return all_reduce(self.gradient_square(), self.parallel.mesh.world).wait().sqrt()
 
     def specs(self) -> dict[str, Spec]:
-        """Of every parameter of the whole model, those of other ranks' stages too, in the order of the stages. All
-        ranks of a pipe call it."""
+        """The specs of all parameters, those of other ranks' stages too, in the order of the stages. All ranks of a
+        pipe call it."""
         names = {parameter: name for name, parameter, _ in declared(self)}
         mine = {
             names[parameter]: (number, d.spec)
@@ -453,7 +455,7 @@ class Model(nn.Module):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode; afterwards in the mode it was in."""
+    """Puts the model into eval mode, and afterwards back into its earlier mode."""
     before = model.training
     model.eval()
     try:

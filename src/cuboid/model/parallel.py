@@ -1,7 +1,7 @@
-"""What a way of spreading a Transformer over devices must supply. The model is written once, against this.
+"""The interface of a parallelism: what it must supply for a Transformer. The model is written once, against this.
 
-Tensors are sequence first, [s, b, d], and local to a rank. What communicates is a `Layer` (step/op.py). Layouts have
-names, which layers take and give:
+Tensors are sequence first, [s, b, d], and local to a rank. All that communicates is a `Layer` (step/op.py). Layers take
+and give named layouts:
 
     ids         [s, b]             token ids of a rank's samples
     residual    [s, b, d]          the residual stream
@@ -25,13 +25,13 @@ from cuboid.model.config import ModelConfig
 from cuboid.step.op import Layer
 from cuboid.step.schedule import Schedule
 
-#: What a parameter is to the model; a parallel decides from it how the parameter is split.
+#: What a parameter is in the model; a parallelism decides by it how the parameter is sharded.
 Role = Literal["into.weight", "into.bias", "out_of.weight", "out_of.bias", "norm", "head_norm", "table"]
 
 
 class Parallel(Protocol):
-    """A way to spread a Transformer over devices: what `CuboidParallel` and `Serial` supply, and models are written
-    against. Layouts (ids, residual, heads, attended, inner, loss) are those of the module's docstring."""
+    """How a Transformer is spread over devices; models are written against it. `CuboidParallel` and `Serial` implement
+    it. The module's docstring explains the layouts: ids, residual, heads, attended, inner, loss."""
 
     config: ModelConfig
     mesh: Mesh
@@ -41,37 +41,37 @@ class Parallel(Protocol):
     sums_over: Sequence[str]  # axes over which a rank's loss is a partial sum
 
     def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
-        """How a parameter is split, what its replicas are, and over which axes its gradient is summed."""
+        """How a parameter is sharded and replicated, and over which axes its gradient is summed."""
 
     def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
-        """Which slice of a batch (ids and targets alike) this rank takes. A step of decoding pads the batch rather than
-        split the sequence."""
+        """This rank's slice of a batch, of ids and targets alike. A step of decoding pads the batch instead of
+        splitting the sequence."""
 
     def embed(self, tables: Sequence[nn.Parameter], rows: Sequence[int]) -> Layer:
-        """ids -> residual: rows of the token table and, if there is a second one, of the position table."""
+        """ids -> residual: rows of the token embedding plus, if there is a second one, of the position embedding."""
 
     def norm(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Layer:
-        """residual -> residual: LayerNorm if there is a bias, RMSNorm if not."""
+        """residual -> residual: LayerNorm with a bias, RMSNorm without."""
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
-        """residual -> inner, a tensor for each linear. With `heads`, each output's count of heads, residual -> heads:
+        """residual -> inner, a tensor per linear. With `heads`, the number of heads of each output, residual -> heads:
         whole heads of whole sequences."""
 
     def attend(self, norms: Sequence[nn.Parameter] = (), causal: bool = True) -> Layer:
-        """heads -> attended: of each token to those before it (with a cache, also to those seen in earlier steps) or to
-        all; `norms` are the weights of RMSNorms of queries and keys."""
+        """heads -> attended: each token attends to those before it (with a cache, also to those of earlier steps), or
+        to all. `norms` are the weights of QK-norm."""
 
     def out_of(self, linear: Affine, heads: bool = False) -> Layer:
         """inner, or attended, -> residual."""
 
     def dropout(self, name: str) -> Layer:
-        """residual -> residual, by global index; nothing where there is no seed."""
+        """residual -> residual: dropout by global index; the identity without a seed."""
 
     def logits(self, weight: nn.Parameter, rows: int) -> Layer:
-        """residual -> the products with a table's rows, split as `Place.logits` says."""
+        """residual -> logits, the products with an embedding's rows, sharded as `Place.logits` says."""
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
-        """residual -> loss, of the targets of this rank's rows."""
+        """residual -> loss of this rank's targets."""
 
     def own_loss(self, fn: Callable[[Tensor, Tensor], tuple[Tensor, Any]]) -> Layer:
-        """residual -> loss: fn(X, targets) -> (sum of losses, how many count), of a rank's part of both."""
+        """residual -> loss: fn(X, targets) -> (sum of losses, how many count), of a rank's shards of both."""

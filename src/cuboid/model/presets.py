@@ -59,8 +59,8 @@ def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, tied: 
     )
 
 
-# GPT-3's table has sizes that do not multiply: 24 heads of 128 in a hidden of 2048, and a hidden of 5140. The
-# head size is kept. Llama's 405B and 3.2 have the long context of 3.1. Mistral is 0.3: without sliding window.
+# GPT-3's published sizes are inconsistent: 24 heads of 128 in a hidden of 2048, and a hidden of 5140. The head size is
+# kept. Llama's 405B and 3.2 have the long context of 3.1. Mistral is version 0.3, which has no sliding window.
 PRESETS: dict[str, ModelConfig] = {
     "gpt2-124m": _gpt(12, 768, 12, 1024),
     "gpt2-355m": _gpt(24, 1024, 16, 1024),

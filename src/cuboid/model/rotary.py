@@ -1,4 +1,4 @@
-"""Rotary positions: the angle by which each pair of a head's features is turned."""
+"""Rotary positions: the angles by which pairs of a head's features are rotated."""
 
 import math
 
@@ -9,7 +9,7 @@ from cuboid.model.config import ModelConfig
 
 
 def frequencies(config: ModelConfig) -> Tensor:
-    """Radians a token for each pair of a head's features, in fp64."""
+    """Radians per token for each pair of a head's features, [e/2] in fp64."""
     e = config.head_dim
     turn = config.rope_theta ** (-torch.arange(0, e, 2, dtype=torch.float64) / e)
     scaling = config.rope_scaling
@@ -17,7 +17,7 @@ def frequencies(config: ModelConfig) -> Tensor:
         return turn
     if scaling.kind == "linear":
         return turn / scaling.factor
-    # Llama 3: wavelengths far beyond the first context are stretched by `factor`, short ones kept, a ramp between
+    # Llama 3: wavelengths far above the original context are stretched by `factor`, short ones kept, a ramp between
     turns = scaling.original_context * turn / (2 * math.pi)
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     ramp = ramp.clamp(0, 1)

@@ -12,7 +12,7 @@ from cuboid.model.parallel import Parallel
 from cuboid.step.op import Layer, chain, recomputed
 from cuboid.step.runner import At, Stage
 
-#: What backward computes again rather than keep: nothing, attention, or everything inside a block.
+#: What backward recomputes: nothing, attention, or everything inside a block.
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -21,13 +21,13 @@ class Transformer(Model):
     ranks; tokens and targets are this rank's, `[s, b]`, as `place.take` gives them.
 
     Args:
-        parallel: How the model is spread; its `config` says what it is.
-        seed: Of the initial weights, the same on every cuboid; None: the model is to be filled from a checkpoint.
+        parallel: How the model is spread; it has the model's `config`.
+        seed: Of the initial weights, the same on every cuboid; None: weights will be loaded.
         dtype: Of weights at rest.
         recompute: What backward recomputes: "none", "selective" (attention) or "full" (blocks).
 
     Raises:
-        ValueError: If `recompute` is another, or the model does not fit the cuboid.
+        ValueError: If `recompute` is none of these, or the model does not fit the cuboid.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Transformer(Model):
         shared = (0, pipe.size - 1) if c.tied and pipe.size > 1 else ()
         self.embed = Table(parallel, c.vocab, c.hidden, c.init_std, shared) if first or (last and c.tied) else None
         self.positions = Table(parallel, c.context, c.hidden, c.init_std) if first and not c.rotary else None
-        for i in (i for stage in stages for i in self.split.layers(stage)):  # named as in the whole model
+        for i in (i for stage in stages for i in self.split.layers(stage)):  # named as without a pipe
             blocks.add_module(str(i), Block(parallel, str(i), recompute == "selective"))
         self.blocks: Sequence[Block] = blocks  # type: ignore[assignment]
         self.norm = Norm(parallel, c.hidden, c.norm_bias) if last else None
@@ -56,7 +56,7 @@ class Transformer(Model):
 
     @property
     def classifier(self) -> Table:
-        """The table of the head: its own, or the embedding's."""
+        """The head's weight: its own, or the embedding if they are tied."""
         table = self.embed if self.head is None else self.head
         assert table is not None, "the last stage has the head"
         return table
@@ -75,12 +75,12 @@ class Transformer(Model):
         return Stage("head", self.classifier.head_loss(), [self.classifier], again=False)
 
     def _segments(self, head: Stage | None) -> dict[int, Sequence[Stage]]:
-        """This rank's, with the `head` at the end of the last."""
+        """This rank's stages, with the `head` at the end of the last stage."""
         mine, last = self.split.stages(self.parallel.mesh.pipe.index), self.split.last
         return {i: [*self._trunk(i), *([head] if i == last and head is not None else [])] for i in mine}
 
     def _trunk(self, number: int) -> Sequence[Stage]:
-        """All of a stage of the pipeline but the head."""
+        """A stage of the pipeline, without the head."""
         found = list[Stage]()
         if number == 0:
             assert self.embed is not None
@@ -103,7 +103,7 @@ class Transformer(Model):
         Args:
             tokens: This rank's token ids, `[s, b]`.
             place: Which tokens of the batch they are.
-            caches: Keys and values of earlier calls; an empty dict at first.
+            caches: Keys and values of earlier calls; an empty dict in the first call.
 
         Returns:
             `[s, b, v]`, at the positions, samples and classes of `place.logits`.
@@ -113,7 +113,7 @@ class Transformer(Model):
         """
         if self.training and self.config.dropout:
             raise ValueError(
-                f"logits have no dropout, and the model is in training mode with dropout={self.config.dropout}; call "
+                f"logits have no dropout, but the model is in training mode with dropout={self.config.dropout}; call "
                 "model.eval() first"
             )
         super()._check_call(tokens, None, place)

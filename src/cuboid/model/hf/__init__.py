@@ -1,9 +1,9 @@
 """Hugging Face folders in and out: config.json, (sharded) safetensors, tokenizer.json. `transformers` is not needed.
 
 architecture   config.json  <->  ModelConfig
-names          which slice of which of their tensors a parameter of ours is
-folder         safetensors files: checked as a whole, read by slices, written a tensor at a time
-load, save     a model on any cuboid from a folder; a folder from a model on any cuboid
+names          each parameter of ours as a slice of one of their tensors
+folder         safetensors files: checked completely, read by slices, written tensor by tensor
+load, save     a folder into a model on any cuboid, and back
 """
 
 from cuboid.model.hf.load import from_pretrained

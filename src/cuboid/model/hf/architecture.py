@@ -1,4 +1,4 @@
-"""What a model is, as config.json says it and as `ModelConfig` does.
+"""Converts between config.json and `ModelConfig`.
 
 | model_type | ModelConfig |
 |---|---|
@@ -24,7 +24,7 @@ CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-#: Keys whose other values would make another model, with those that do not.
+#: Keys that change the model, with the values that we support.
 _EXPECTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -49,12 +49,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; download it again") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no table of keys; download it again")
+        raise ValueError(f"{path} is not a JSON object; download it again")
     return values
 
 
 def model_config(folder: Path) -> ModelConfig:
-    """The model of a folder, if it is one we have."""
+    """The configuration of a folder's model. Raises ValueError if it is not supported."""
     values, path = read_config(folder), folder / CONFIG
     kind = values.get("model_type")
     if kind not in CLASSES:
@@ -117,7 +117,7 @@ def _llama(kind: str, v: Mapping[str, Any]) -> ModelConfig:
 
 
 def _window(kind: str, v: Mapping[str, Any]) -> int:
-    """Of any layer: no longer sequence is taken, and for shorter ones a window changes nothing."""
+    """The window, if any layer has one: longer sequences are rejected, and shorter ones do not notice it."""
     if kind == "mistral":
         return v.get("sliding_window", 4096) or 0
     used = v.get("use_sliding_window", False) and v.get("max_window_layers", 28) < v["num_hidden_layers"]
@@ -125,7 +125,7 @@ def _window(kind: str, v: Mapping[str, Any]) -> int:
 
 
 def _rope(v: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """theta and stretching, from rope_parameters or from the older rope_theta and rope_scaling."""
+    """theta and scaling, from rope_parameters or from the older rope_theta and rope_scaling."""
     given = v.get("rope_parameters") or v.get("rope_scaling") or {}
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ValueError("rope_parameters differ from layer to layer, which is not supported")
@@ -144,7 +144,7 @@ def _rope(v: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def kind_of(c: ModelConfig) -> str:
-    """The model_type that says what this model is, or raise if none does."""
+    """The model_type that describes this model. Raises ValueError if none does."""
     for kind, says in _FITS.items():
         if says(c):
             return kind
@@ -170,8 +170,8 @@ _FITS: dict[str, Callable[[ModelConfig], bool]] = {
 
 
 def config_json(c: ModelConfig, dtype: str, end: int | None = None) -> dict[str, Any]:
-    """config.json of a model whose tokenizer ends documents with token `end`, in keys that old and new versions of
-    `transformers` read."""
+    """config.json of a model, in keys that old and new versions of `transformers` read. `end`: the token that ends a
+    document."""
     kind = kind_of(c)
     values: dict[str, Any] = {
         "architectures": [CLASSES[kind]],

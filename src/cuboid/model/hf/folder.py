@@ -1,7 +1,7 @@
 """The safetensors files of a folder: one, or several with an index. Pickles are never opened.
 
-A file is 8 bytes (the header's length, little-endian), the header (JSON: each tensor's dtype, shape and place), and the
-tensors end to end.
+A file has 8 bytes (the header's length, little-endian), the header (JSON: each tensor's dtype, shape and offsets), and
+the tensors end to end.
 """
 
 import json
@@ -37,19 +37,20 @@ class Stored(NamedTuple):
     offset: int  # of its first byte in the file
 
     def read(self, at: Sequence[Range]) -> Tensor:
-        """The slice of it at these ranges. Nothing else is read, or mapped: a mapping would count the pages around."""
-        part = torch.empty([stop - start for start, stop in at], dtype=DTYPES[self.dtype])
-        if not part.numel():
-            return part
+        """Reads the slice at these ranges, and nothing else. It is not mapped: memory would count the pages around
+        it."""
+        found = torch.empty([stop - start for start, stop in at], dtype=DTYPES[self.dtype])
+        if not found.numel():
+            return found
         (top, _), *rest = at
-        width, size = torch.Size(self.shape[1:]).numel(), part.element_size()
+        width, size = torch.Size(self.shape[1:]).numel(), found.element_size()
         left = rest[0][0] if rest else 0
         whole_rows = all(each == (0, n) for each, n in zip(rest, self.shape[1:], strict=True))
-        runs = part.view(1, -1) if whole_rows else part  # what lies together in the file
+        runs = found.view(1, -1) if whole_rows else found  # contiguous in the file
         with self.file.open("rb", buffering=0) as file:
             for i, run in enumerate(runs.view(torch.uint8).numpy()):
                 self._fill(file, memoryview(run), self.offset + ((top + i) * width + left) * size)
-        return part
+        return found
 
     def _fill(self, file: RawIOBase, into: memoryview, at: int) -> None:
         file.seek(at)
@@ -65,7 +66,7 @@ class Stored(NamedTuple):
 
 
 def stored(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder by its name, from the files' headers alone."""
+    """All tensors of a folder by name, from the files' headers."""
     found: dict[str, Stored] = {}
     for path, names in _files(folder).items():
         inside = stored_in(path)
@@ -80,22 +81,22 @@ def stored(folder: Path) -> dict[str, Stored]:
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """Every tensor of a file by its name."""
+    """All tensors of a file by name."""
     found = {}
     with _open(path) as file:
         offsets = _offsets(path)
         for name in sorted(file.keys()):
-            part = file.get_slice(name)
-            if part.get_dtype() not in DTYPES:
+            tensor = file.get_slice(name)
+            if tensor.get_dtype() not in DTYPES:
                 raise ValueError(
-                    f"{path}: tensor {name} is of type {part.get_dtype()}; only {', '.join(DTYPES)} can be read"
+                    f"{path}: tensor {name} is of type {tensor.get_dtype()}; only {', '.join(DTYPES)} can be read"
                 )
-            found[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype(), offsets[name])
+            found[name] = Stored(path, name, tuple(tensor.get_shape()), tensor.get_dtype(), offsets[name])
     return found
 
 
 def _offsets(path: Path) -> dict[str, int]:
-    """Where each tensor of a file, which is known to be whole, begins."""
+    """The offset of each tensor of a file that is known to be complete."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -108,13 +109,13 @@ def _open(path: Path) -> Iterator[safe_open]:
         with safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}; download it again") from None
+        raise ValueError(f"{path} is not a complete safetensors file: {error}; download it again") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; check the path") from None
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """The weight files, each with the tensors that the index says it has; None where there is no index."""
+    """The weight files, each with the tensors that the index lists for it; None without an index."""
     if (folder / FILE).is_file():
         return {folder / FILE: None}
     index = folder / INDEX

@@ -1,4 +1,4 @@
-"""A model on any cuboid from a Hugging Face folder. Each rank reads the slices it keeps and nothing else."""
+"""Loads a Hugging Face folder into a model on any cuboid. Each rank reads only the slices it keeps."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,13 +27,13 @@ def from_pretrained(
     dtype: torch.dtype = torch.float32,
     progress: Progress = lambda size: None,
 ) -> Transformer:
-    """The model of a Hugging Face folder. Every rank calls it, and reads only the slices it keeps.
+    """Loads the model of a Hugging Face folder. Every rank calls it, and reads only the slices it keeps.
 
     Args:
         folder: With config.json and safetensors.
         cuboid: The mesh to load it on, or the cuboid of a mesh over all ranks.
         dtype: Of weights at rest.
-        progress: Told how many further bytes of weights are in place.
+        progress: Called with the number of further bytes of weights that are loaded.
 
     Raises:
         ValueError: If the architecture is not supported, a file is missing or damaged, or the model does not fit the
@@ -49,12 +49,12 @@ def from_pretrained(
 
 @torch.no_grad()
 def load(folder: Path, model: Transformer, progress: Progress = lambda size: None) -> None:
-    """Fill a model, on any parallel, with the weights of a folder."""
+    """Load a folder's weights into a model, under any parallelism."""
     mesh, found = model.parallel.mesh, check(folder, model)
     for name, parameter, declaration in declared(model):
         source = source_of(model.config, name)
         (top, _), *rest = declaration.spec.ranges(mesh.cuboid, mesh.coordinates)
-        first = top + source.part * declaration.spec.shape[0]
+        first = top + source.index * declaration.spec.shape[0]
         shard = shard_of(parameter)
         rows = max(1, _TOGETHER // max(1, shard[:1].numel()))
         for start in range(0, len(shard), rows):
@@ -64,12 +64,12 @@ def load(folder: Path, model: Transformer, progress: Progress = lambda size: Non
 
 
 def read(tensor: Stored, source: Source, ranges: Sequence[Range]) -> Tensor:
-    """Rows of their tensor as ours has them."""
+    """A slice of their tensor in the layout of ours."""
     return tensor.read(ranges[::-1]).T if source.transposed else tensor.read(ranges)
 
 
 def check(folder: Path, model: Transformer) -> dict[str, Stored]:
-    """The folder's tensors by the names `source_of` gives; raise unless they are exactly this model's."""
+    """The folder's tensors by their names in `Source`. Raises ValueError unless they are exactly this model's."""
     config, found = model.config, {}
     for tensor in stored(folder).values():
         name = canonical(config, tensor.name)
@@ -90,7 +90,7 @@ def check(folder: Path, model: Transformer) -> dict[str, Stored]:
     for name, tensor in found.items():
         if name not in wanted:
             raise ValueError(
-                f"{tensor.file}: tensor {tensor.name} belongs to nothing in the model that config.json describes; use "
+                f"{tensor.file}: tensor {tensor.name} is not in the model that config.json describes; use "
                 "the config.json that belongs to it"
             )
     return found

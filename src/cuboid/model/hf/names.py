@@ -1,6 +1,6 @@
-"""Where each parameter of ours lies among their tensors.
+"""Maps each parameter of ours to one of their tensors.
 
-Ours are [n, k] everywhere. GPT-2's linears are stored as [k, n], and its queries, keys and values in one, side by side.
+Ours are [n, k] everywhere. GPT-2 stores linears as [k, n], and queries, keys and values in one tensor, side by side.
 """
 
 import re
@@ -41,28 +41,28 @@ _GPT2 = {
 }
 _FUSED = ("attention.q", "attention.k", "attention.v")
 _PREFIX = {"gpt2": "transformer.", "llama": "model."}
-#: Tensors without weights in them that old files have, and the head of a model that ties it to its embedding.
+#: Tensors of old files that are not weights.
 _IDLE = re.compile(r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq")
 
 
 class Source(NamedTuple):
-    """A parameter of ours is rows [part · n, (part + 1) · n) of one of their tensors, that one transposed first if it
-    is stored so, of which there are `parts` in all."""
+    """A parameter of ours is rows [index · n, (index + 1) · n) of one of their tensors, which fuses `count` of ours and
+    may be stored transposed."""
 
     name: str
     transposed: bool = False
-    part: int = 0
-    parts: int = 1
+    index: int = 0
+    count: int = 1
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Of their tensor, from our parameter's."""
+        """The shape of their tensor, from our parameter's."""
         n, *rest = ours
-        whole = (self.parts * n, *rest)
-        return whole[::-1] if self.transposed else whole
+        fused = (self.count * n, *rest)
+        return fused[::-1] if self.transposed else fused
 
 
 def source_of(config: ModelConfig, parameter: str) -> Source:
-    """Where the parameter of this name lies."""
+    """Where the parameter of this name is stored."""
     module, _, what = parameter.rpartition(".")
     layer = ""
     if module.startswith("blocks."):
@@ -75,7 +75,7 @@ def source_of(config: ModelConfig, parameter: str) -> Source:
 
 
 def canonical(config: ModelConfig, name: str) -> str | None:
-    """The name that `Source` has for a tensor in a file: some files leave the model's prefix out. None: not needed."""
+    """A tensor's name in `Source`, from its name in a file, which may lack the model's prefix. None: not needed."""
     prefix = _PREFIX[config.family]
     if not name.startswith((prefix, "lm_head.")):
         name = prefix + name

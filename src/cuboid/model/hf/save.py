@@ -1,7 +1,7 @@
-"""A Hugging Face folder from a model on any cuboid. One tensor is whole at a time; the first rank writes.
+"""Writes a model on any cuboid as a Hugging Face folder. One tensor at a time is unsharded; the first rank writes.
 
 A model that came from such a folder has its `Provenance`: export then writes the same files with the same tensors in
-the same precision, and everything beside them as it was.
+the same precision, and copies the other files.
 """
 
 import json
@@ -36,14 +36,14 @@ _BESIDE = (".json", ".txt", ".model", ".jinja")
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a run keeps of the folder its model came from: all but the weights, and where each of them was."""
+    """What a run keeps of the folder its model came from: all but the weights, and the file of each of them."""
 
     folder: Path
     tensors: Mapping[str, tuple[str, str]]  # file and dtype, by the name in the file
 
     @classmethod
     def keep(cls, source: Path, run: Path) -> None:
-        """Copy what is beside the weights into a run's folder."""
+        """Copy the files beside the weights into a run's folder."""
         place = run / _PLACE
         place.mkdir(exist_ok=True)
         for path in sorted(source.iterdir()):
@@ -54,34 +54,34 @@ class Provenance:
 
     @classmethod
     def of(cls, run: Path) -> "Provenance | None":
-        """A run's, if its model came from a folder. Files are read from there and written to an export by their names
-        alone: a link, or a name with a folder in it, would lead elsewhere."""
+        """A run's provenance, if its model came from a folder. Raises ValueError for links, or names with a folder in
+        them, which would lead elsewhere."""
         place = run / _PLACE
         if not (place / _TENSORS).is_file():
             return None
         for path in (place, *place.iterdir()):
             if path.is_symlink():
-                raise ValueError(f"{path} is a link; put what it leads to in its place")
+                raise ValueError(f"{path} is a link; replace it by the file it points to")
         try:
             where = json.loads((place / _TENSORS).read_text("utf-8"))
             tensors = {str(name): (str(file), str(dtype)) for name, (file, dtype) in where.items()}
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{place / _TENSORS} is not as it was written: {error}; import the model again") from None
+            raise ValueError(f"{place / _TENSORS} was changed: {error}; import the model again") from None
         for name, (file, dtype) in tensors.items():
             if Path(file).name != file or not file.endswith(".safetensors") or dtype not in DTYPES:
                 raise ValueError(
-                    f"{place / _TENSORS}: tensor {name} is said to be in {file!r} as {dtype}; only safetensors files "
-                    "in the folder itself are written; import the model again"
+                    f"{place / _TENSORS} has tensor {name} in {file!r} as {dtype}; only safetensors files in the "
+                    "folder itself are written; import the model again"
                 )
         return cls(place, tensors)
 
     def fits(self, config: ModelConfig) -> bool:
-        """Whether config.json still says what the model is; how it is trained is no part of that."""
+        """Whether config.json still describes the model, apart from how it is trained."""
         theirs = model_config(self.folder)
         return theirs == config.replace(dropout=theirs.dropout, init_std=theirs.init_std)
 
     def copy_to(self, folder: Path, plan: Mapping[str, list[Planned]]) -> None:
-        """All that lies beside the weights, as it was; what it says of the weights, as they are."""
+        """Copy the files beside the weights; the precision and the index are those of the written weights."""
         for path in self.folder.iterdir():
             if path.name not in (_TENSORS, files.INDEX):
                 shutil.copyfile(path, folder / path.name)
@@ -96,7 +96,7 @@ class Provenance:
 
 
 class Part(NamedTuple):
-    """A parameter of ours as part of a tensor of theirs."""
+    """A parameter of ours, as a slice of one of their tensors."""
 
     source: Source
     parameter: Tensor  # empty where another rank's stage has it
@@ -115,13 +115,13 @@ def save_pretrained(
     """Write a folder that `transformers` loads. Every rank calls it.
 
     Args:
-        model: On any cuboid.
-        out: The folder; it must not exist, or be empty.
-        dtype: Of the weights; None: as they came where their provenance is known, else as they rest.
+        model: The model, on any cuboid.
+        out: The folder; it must be empty or not exist.
+        dtype: Of the weights; None: their original one, if their provenance is known, else the one at rest.
         shard_bytes: The most that one safetensors file holds.
-        provenance: Of the folder that the model came from: what lay beside its weights.
+        provenance: Of the folder that the model came from: the files beside its weights.
         tokenizer: Saved with the model.
-        progress: Told how many further bytes of weights are written.
+        progress: Called with the number of further bytes of weights that are written.
 
     Raises:
         ValueError: If `out` is not empty, or `transformers` has no such model.
@@ -142,21 +142,21 @@ def save_pretrained(
             _write(aside / file, tensors, [parts[_theirs(model.config, each)] for each in tensors], mesh, progress)
         if mesh.rank == 0:
             _write_beside(aside, model.config, plan, provenance, tokenizer)
-            aside.replace(place)  # which is empty, if it is there
+            aside.replace(place)  # an empty folder, if it exists
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    from_first(None, mesh.world)  # nobody goes on before the folder is there
+    from_first(None, mesh.world)  # no rank returns before the folder exists
 
 
 def parts_of(model: Transformer) -> dict[str, list[Part]]:
-    """Each tensor of theirs, in parts that follow one another."""
+    """The slices of each of their tensors, in order."""
     found: dict[str, list[Part]] = {}
     mine = {name: parameter for name, parameter, _ in declared(model)}
     none = next(iter(mine.values())).detach().new_empty(0)
     for name, spec in model.specs().items():
         source = source_of(model.config, name)
         found.setdefault(source.name, []).append(Part(source, mine.get(name, none), spec))
-    return {name: sorted(parts, key=lambda part: part.source.part) for name, parts in found.items()}
+    return {name: sorted(parts, key=lambda part: part.source.index) for name, parts in found.items()}
 
 
 def _plan(
@@ -213,7 +213,7 @@ def _write(path: Path, tensors: list[Planned], parts: list[list[Part]], mesh: Me
 
 @torch.no_grad()
 def whole(parts: list[Part], mesh: Mesh) -> Tensor:
-    """A tensor of theirs, on the first rank; nothing on the others. All ranks call it."""
+    """Gathers a tensor of theirs on the first rank; others get an empty one. All ranks call it."""
     joined = []
     for _, parameter, spec in parts:
         pieces = gather_pieces(shard_of(parameter), mesh.world)
@@ -232,7 +232,7 @@ def _write_beside(
     provenance: Provenance | None,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Everything but the weights."""
+    """Write all files but the weights."""
     if len(plan) > 1 or files.FILE not in plan:
         (folder / files.INDEX).write_text(files.index_json(plan), "utf-8")
     if provenance is not None:
@@ -249,6 +249,6 @@ def _write_beside(
 
 
 def _dtype_name(plan: Mapping[str, list[Planned]]) -> str:
-    """What config.json calls the precision of (the first of) the weights."""
+    """The precision of the weights (of the first of them) in config.json's words."""
     first = next(iter(plan.values()))[0]
     return str(DTYPES[first.dtype]).removeprefix("torch.")
