@@ -23,7 +23,7 @@ def test_sub_batches_of_a_gpu_must_be_larger() -> None:
     wide = ModelConfig("llama", layers=1, hidden=4096, heads=32, vocab=64, context=8192)
 
     def parts(gpu: bool, cuboid: Cuboid, batch: int, seq: int) -> int:
-        return suitable_schedule(wide, cuboid, batch, seq, itemsize=2, gpu=gpu).parts
+        return suitable_schedule(wide, cuboid, batch, seq, itemsize=2, gpu=gpu).sub_batches
 
     assert [parts(gpu, Cuboid(1, 4, 1), 4, 512) for gpu in (False, True)] == [2, 1]  # of 4 MB, the whole of it
     assert [parts(gpu, Cuboid(1, 4, 1), 4, 1024) for gpu in (False, True)] == [2, 2]
