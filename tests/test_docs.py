@@ -175,3 +175,11 @@ def test_public_names_are_documented(name: str) -> None:
     taken = [each for each in inspect.signature(found).parameters if not each.startswith("_")]
     for each in taken:
         assert re.search(rf"^\s+{each}: ", text, re.M), f"{name} does not say what {each} is"
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=lambda page: page.name)
+def test_first_screen_says_what_has_run_on_gpus(page: Path) -> None:
+    """To be changed with the pages, when something has."""
+    first = " ".join(page.read_text().splitlines()[:24])
+    assert "Nothing has run on real GPUs yet" in first
+    assert re.search(r"tested on CPU ranks .*gloo", first)

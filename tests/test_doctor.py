@@ -206,6 +206,8 @@ def test_examine_ends_with_the_stage_that_fails() -> None:
     assert found[2].check == "exactness"
     assert examine(lambda _: [good], told.append) == ([good] * 4, None)
     expect(failed("links", TimeoutError(), []), "error", "TimeoutError")
+    refused = failed("machine", ValueError("there is no eth9; set another"), ["links"])
+    assert (refused.said, refused.remedy) == ("there is no eth9; not tried: links", "set another")
 
 
 def test_doctor_cli_finds_this_machine_ready(tmp_path: Path, cuboid: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,8 @@ from commands import HUNG
 from tiny import curve, losses, on, settings, tiny, write_text
 
 from cuboid.run.errors import RankError
-from cuboid.run.launch import Pool, World, join_world, launch
+from cuboid.run.interfaces import check_interfaces
+from cuboid.run.launch import Pool, World, join_world, launch, rank_of
 from cuboid.run.meeting import fresh_store
 
 Pools = Callable[[int], Pool]
@@ -125,6 +127,37 @@ def test_join_world_has_gloo_connect_on_demand(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("cuboid.run.launch._keep_memory", lambda: None)
     join_world(dist.HashStore())
     assert seen == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "fits"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo", True),
+        ("GLOO_SOCKET_IFNAME", "lo,eth9", False),
+        ("GLOO_SOCKET_IFNAME", "", True),
+        ("NCCL_SOCKET_IFNAME", "eth9,l", True),  # beginnings of names
+        ("NCCL_SOCKET_IFNAME", "=l", False),
+        ("NCCL_SOCKET_IFNAME", "=lo:4000", True),
+        ("NCCL_SOCKET_IFNAME", "^docker", True),
+        ("NCCL_SOCKET_IFNAME", "ib", False),
+    ],
+)
+def test_interfaces_must_be_there(variable: str, value: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setenv(variable, value)
+    backend = variable.partition("_")[0].lower()
+    if fits:
+        check_interfaces(backend)
+        return
+    with pytest.raises(ValueError, match=f"{variable}={value} .* has lo, eth0; set it to one of these"):
+        check_interfaces(backend)
+
+
+def test_rank_that_cannot_join_says_why(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=nowhere"), Pool(2) as ranks:
+        ranks.run(rank_of)
+    assert capfd.readouterr().err == ""
 
 
 def test_fresh_store_ignores_entries_of_dead_ranks() -> None:

@@ -138,4 +138,6 @@ def failed(stage: str, error: Exception, left: list[str]) -> Finding:
     said = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1].strip()}"
     untried = f"; not tried: {', '.join(left)}" if left else ""
     remedy = "repeat it with NCCL_DEBUG=WARN, and with fewer ranks, to see which of them it is"
+    if isinstance(error, ValueError) and "; " in said:  # which ends with its own
+        said, _, remedy = said.rpartition("; ")
     return Finding(stage, "error", f"{said}{untried}", remedy, {"error": str(error)})

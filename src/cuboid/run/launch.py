@@ -25,6 +25,7 @@ from cuboid.comm.transport.sharing import late_timers
 from cuboid.device import backend_for, gpu_count, group_options, is_gpu, take
 from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
 from cuboid.run.errors import RankError, RunError
+from cuboid.run.interfaces import check_interfaces
 from cuboid.run.meeting import fresh_store, store_is_old
 from cuboid.run.report import report
 from cuboid.run.started import under_torchrun
@@ -96,6 +97,7 @@ def join_world(
     local = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = take(local, local_size)
+    check_interfaces(backend_for(device))
     if not is_gpu(device):
         _keep_memory()
         torch.set_num_threads(1)
@@ -156,8 +158,13 @@ def _serve(
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     store = _meet(rank, size, door)
-    world = replace(join_world(store, timeout, attempt, stop), host=host)
     with suppress(EOFError, KeyboardInterrupt):
+        try:
+            world = replace(join_world(store, timeout, attempt, stop), host=host)
+        except Exception as error:  # the answer to whatever is asked first
+            pipe.recv()
+            _send(pipe, (False, (error, traceback.format_exc())))
+            os._exit(1)
         while True:
             task = pipe.recv()
             if task is None:
@@ -168,13 +175,17 @@ def _serve(
             except Exception as error:
                 answer = (False, (error, traceback.format_exc()))
             sys.stdout.flush()
-            try:
-                pipe.send(answer)
-            except Exception as error:  # the answer cannot be sent as it is
-                pipe.send((False, (RuntimeError(str(error)), traceback.format_exc())))
+            _send(pipe, answer)
     with suppress(Exception):
         dist.destroy_process_group()
     os._exit(0)
+
+
+def _send(pipe: connection.Connection, answer: tuple[bool, Any]) -> None:
+    try:
+        pipe.send(answer)
+    except Exception as error:  # it cannot be sent as it is
+        pipe.send((False, (RuntimeError(str(error)), traceback.format_exc())))
 
 
 def _end_with_parent() -> None:
