@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -165,11 +165,16 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", cuboid.__all__)
 def test_public_names_are_documented(name: str) -> None:
-    """A docstring, every argument in it, and a place on the API page."""
+    """A docstring, also of every method, every argument in it, and a place on the API page."""
     found = getattr(cuboid, name)
     text = inspect.getdoc(found) or ""
     assert text
     assert f"::: cuboid.{name}\n" in (DOCS / "api.md").read_text()
+    for method, value in vars(found).items() if isinstance(found, type) else ():
+        if not method.startswith("_") and isinstance(value, FunctionType | property | classmethod | staticmethod):
+            assert inspect.getdoc(getattr(found, method)) or hasattr(cuboid.Parallel, method), (
+                f"{name}.{method} has no docstring"
+            )
     if isinstance(found, type) and getattr(found, "_is_protocol", False):
         return
     taken = [each for each in inspect.signature(found).parameters if not each.startswith("_")]

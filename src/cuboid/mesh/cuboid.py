@@ -58,7 +58,11 @@ class Cuboid:
 
     @classmethod
     def parse(cls, text: str, replicas: int = 1, order: str = ",".join(AXES), pipe: int = 1) -> "Cuboid":
-        """As typed by a person: `"2,2,2"` or, as `str` writes it, `"2,2,2 replicas=2 pipe=4"`."""
+        """As typed by a person: `"2,2,2"` or, as `str` writes it, `"2,2,2 replicas=2 pipe=4"`.
+
+        Raises:
+            ValueError: If the text is not of this form, or a size is not allowed.
+        """
         sizes, *more = re.sub(r"\s*([,x×=])\s*", r"\1", text).split() or [""]
         parts, named = re.split("[,x×]", sizes.strip("()")), {"replicas": replicas, "pipe": pipe}
         given = [word.partition("=")[::2] for word in more]
@@ -85,6 +89,7 @@ class Cuboid:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """The size of every axis."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -94,15 +99,18 @@ class Cuboid:
 
     @property
     def ranks(self) -> int:
+        """All devices: x · y · z · replicas · pipe."""
         return self.block * self.replicas * self.pipe
 
     def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is on each axis."""
         found = {}
         for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return {axis: found[axis] for axis in AXES}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at these coordinates."""
         rank = 0
         for axis in self.order:
             rank = rank * getattr(self, axis) + coordinates[axis]

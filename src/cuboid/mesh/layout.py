@@ -96,6 +96,7 @@ class Spec:
     def local_shape(
         self, cuboid: Cuboid, coordinates: Mapping[str, int], gathered: Iterable[str] = ()
     ) -> tuple[int, ...]:
+        """The shape of the shard at these coordinates, gathered over the axes in `gathered`."""
         return tuple(stop - start for start, stop in self.ranges(cuboid, coordinates, gathered))
 
     def take(self, whole: Tensor, cuboid: Cuboid, coordinates: Mapping[str, int]) -> Tensor:

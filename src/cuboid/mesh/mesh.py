@@ -105,7 +105,11 @@ class Mesh:
 
     @classmethod
     def over(cls, device_mesh: DeviceMesh) -> "Mesh":
-        """Over a mesh that `init_device_mesh` has made, its dims named after axes; one left out is of size 1."""
+        """Over a mesh that `init_device_mesh` has made, its dims named after axes; one left out is of size 1.
+
+        Raises:
+            ValueError: If a dim has another name, or the mesh is not of all ranks in order.
+        """
         names = device_mesh.mesh_dim_names or ()
         if len(set(names)) != device_mesh.ndim or not set(names) <= set(AXES):
             raise ValueError(

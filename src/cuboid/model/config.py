@@ -126,26 +126,32 @@ class ModelConfig:
 
     @property
     def rotary(self) -> bool:
+        """Whether positions are rotary; else they are learned."""
         return self.family == "llama"
 
     @property
     def gated(self) -> bool:
+        """Whether the MLP is SwiGLU; else it has GELU."""
         return self.family == "llama"
 
     @property
     def qkv_biased(self) -> bool:
+        """Whether queries, keys and values have biases."""
         return bool(self.bias if self.qkv_bias is None else self.qkv_bias)
 
     @property
     def norm_bias(self) -> bool:
+        """Whether norms are LayerNorm, with a bias; else they are RMSNorm."""
         return self.family == "gpt2"
 
     @property
     def q_dim(self) -> int:
+        """Features of the queries of all heads."""
         return self.heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
+        """Features of the keys, and of the values, of all heads."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -210,6 +216,7 @@ class ModelConfig:
             raise ValueError(f"pipe={pipe} is not supported in {where}; use pipe=1, or run it on a cuboid")
 
     def replace(self, **changes: Any) -> "ModelConfig":
+        """This configuration with some values changed; checked like a new one."""
         return replace(self, **changes)
 
 

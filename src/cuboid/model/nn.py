@@ -41,13 +41,16 @@ class LayerModule(Module):
 
     @property
     def takes(self) -> str:
+        """The layout of the input."""
         return self.layer.takes
 
     @property
     def gives(self) -> str:
+        """The layout of the output."""
         return self.layer.gives
 
     def forward(self, X: Any, w: Gathered, at: At) -> Steps:
+        """Run the layer; see `step/op.py`."""
         return self.layer(X, w, at)
 
 
@@ -76,6 +79,7 @@ class Linear(Module):
 
     @property
     def affine(self) -> Affine:
+        """The weight and bias, as `parallel.into` and `parallel.out_of` take them."""
         n, k = self.declared["weight"].spec.shape
         return Affine(self.weight, self.bias, (n, k))
 
@@ -224,7 +228,11 @@ class Model(nn.Module):
         raise NotImplementedError("a Model lists its stages")
 
     def segments(self) -> Mapping[int, Sequence[Stage]]:
-        """The pipeline stages of this rank: their numbers, each with the model's stages in it."""
+        """The pipeline stages of this rank: their numbers, each with the model's stages in it.
+
+        Raises:
+            ValueError: If the mesh has a pipeline and the model does not override this.
+        """
         if self.parallel.mesh.pipe.size > 1:
             raise ValueError(
                 f"{type(self).__name__} is not written as a pipeline, and the mesh has pipe="

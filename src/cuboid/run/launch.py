@@ -328,6 +328,7 @@ class Pool:
         raise RankDied(f"rank {rank} {how}" + SIGILL_HINT * (code == -signal.SIGILL), code == -signal.SIGKILL)
 
     def close(self, kill: bool = False) -> None:
+        """End all ranks: those that do not end within 10 seconds are killed; with `kill`, all at once."""
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send(None)

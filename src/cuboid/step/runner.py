@@ -50,6 +50,7 @@ class Stage:
 
     @property
     def needs(self) -> Sequence[Any]:
+        """The modules whose weights this stage gathers."""
         return self.modules or ((self.layer,) if isinstance(self.layer, nn.Module) else ())
 
 
@@ -76,6 +77,7 @@ class At:
     caches: dict[Any, Any] | None = None
 
     def without_backward(self) -> "At":
+        """The same tokens, for a forward that no backward follows."""
         return replace(self, train=False) if self.train else self
 
     def split(self, count: int) -> list["At"]:

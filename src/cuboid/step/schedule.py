@@ -63,11 +63,13 @@ class Schedule:
         return cls(**{"sub_batches" if name == "parts" else name: value for name, value in values.items()})
 
     def fuse(self, device: "torch.device") -> "Fuse":
+        """How elementwise functions are fused on this device."""
         from cuboid.fuse import compiled, fuse_on  # here: who only reads a configuration needs no torch
 
         return compiled if self.compile else fuse_on(device)
 
     def order(self, count: int) -> "Order":
+        """The order of forwards and backwards of `count` micro-batches, without a pipeline."""
         return beside(count) if self.beside else in_turn(count)
 
     def __post_init__(self) -> None:
