@@ -97,6 +97,10 @@ def test_be_deterministic_sets_flags_for_a_gpu_alone(flags: None) -> None:
 
 def test_prepare_deterministic_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("NCCL_ALGO", "")
+    monkeypatch.delenv("NCCL_ALGO")
+    prepare_deterministic()
+    assert {"NVLS", "NVLSTree"} < set(os.environ["NCCL_ALGO"].removeprefix("^").split(","))  # switches add in these
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     prepare_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

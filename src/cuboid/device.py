@@ -110,9 +110,9 @@ def group_options(device: torch.device) -> Any:
 
 def prepare_deterministic() -> None:
     """The environment of ranks that are to `be_deterministic`, before they start: cuBLAS has workspaces set aside, and
-    NCCL does not have switches add, in an order of their own."""
+    NCCL does not have switches add, in an order of their own. Its names of algorithms are matched as a whole."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "^NVLS")
+    os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree,CollNetDirect,CollNetChain")
 
 
 def be_deterministic(device: torch.device) -> None:
