@@ -556,7 +556,9 @@ def no_targets(c: Case) -> Any:
     c.model(c.batch()[0], None, c.place)
 
 
-@idiom("a full batch, without `place.take`", raises=r"inputs of shape \[8, 5\] where this rank's part.* is \[\d, \d\]")
+@idiom(
+    "a full batch, without `place.take`", raises=r"inputs have shape \[8, 5\], but this rank's slice.* is \[\d, \d\]"
+)
 def not_taken(c: Case) -> Any:
     tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
     c.model(tokens, tokens, c.place)

@@ -207,7 +207,7 @@ MUTANTS = [
         "classes cut off by one",
         HEAD,
         "HeadLoss._rows",
-        "cut(self.vocab, mesh.y.size, mesh.y.index)",
+        "shard_range(self.vocab, mesh.y.size, mesh.y.index)",
         "(self.vocab // mesh.y.size * mesh.y.index, 0)",
     ),
     Mutant("fp16 sums that overflow", HEAD, "shrinkage", "if dtype == torch.float16 else 1.0", "if False else 1.0"),

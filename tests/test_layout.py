@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cuboid.mesh.cuboid import AXES, Cuboid
-from cuboid.mesh.layout import Spec, cut
+from cuboid.mesh.layout import Spec, shard_range
 from cuboid.mesh.mesh import Mesh
 from cuboid.run.launch import Pool, World
 
@@ -31,7 +31,7 @@ def arange(shape: tuple[int, ...]) -> torch.Tensor:
 
 @given(st.integers(1, 50), st.integers(1, 12))
 def test_layout_split_matches_torch_chunk_plus_empty_shards(n: int, parts: int) -> None:
-    found = [list(range(*cut(n, parts, index))) for index in range(parts)]
+    found = [list(range(*shard_range(n, parts, index))) for index in range(parts)]
     chunks = [chunk.tolist() for chunk in torch.arange(n).chunk(parts)]
     assert found == chunks + [[]] * (parts - len(chunks))
 
@@ -51,7 +51,7 @@ def test_spec_join_inverts_take(spec: Spec, cuboid: Cuboid) -> None:
 @given(specs(), cuboids)
 def test_spec_gathered_range_is_union_of_shards(spec: Spec, cuboid: Cuboid) -> None:
     """What a rank has once x no longer cuts is what the ranks along x have between them."""
-    assume(all("x" not in axes[:-1] for axes in spec.cuts))  # only the last cut of a dim can be undone alone
+    assume(all("x" not in axes[:-1] for axes in spec.splits))  # only the last cut of a dim can be undone alone
     mine, whole = cuboid.coordinates(int(spec.holders(cuboid)[-1, -1])), arange(spec.shape)
     ranges = spec.ranges(cuboid, mine, gathered=("x",))
     along = {float(v) for x in range(cuboid.x) for v in spec.take(whole, cuboid, {**mine, "x": x}).flatten()}

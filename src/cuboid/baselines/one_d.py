@@ -38,7 +38,7 @@ from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
 from cuboid.layers.product import Affine, add_up, mm
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Spec, cut, round_up
+from cuboid.mesh.layout import Spec, round_up, shard_range
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
@@ -116,7 +116,7 @@ class OneD:
         positions = torch.arange(start, start + round_up(seq, y.size if self.sequence else 1), device=device)
         own = positions.chunk(y.size)[y.index] if self.sequence else positions
         hidden = torch.arange(self.config.hidden, device=device)
-        classes = torch.arange(*cut(self.config.vocab, y.size, y.index), device=device)
+        classes = torch.arange(*shard_range(self.config.vocab, y.size, y.index), device=device)
         residual, logits = Index(own, samples, hidden), Index(positions, samples, classes)
         turn = rotation(self.config, positions) if self.config.rotary else None
         return Place(batch, seq, start, samples, positions, self.mesh.x, residual, logits, turn)

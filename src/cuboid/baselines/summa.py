@@ -32,7 +32,7 @@ from cuboid.comm.flight import Flight, Steps
 from cuboid.layers.head import shrinkage
 from cuboid.layers.loss import Loss
 from cuboid.layers.product import Affine, mm
-from cuboid.mesh.layout import Range, cut
+from cuboid.mesh.layout import Range, shard_range
 from cuboid.mesh.mesh import Mesh
 from cuboid.step.op import Ahead, Back
 from cuboid.step.weights import Gathered, joined
@@ -137,7 +137,7 @@ class SummaProduct:
 
 
 def blocks_of(rows: int, q: int) -> list[Range]:
-    return [cut(rows, q, i) for i in range(q)]
+    return [shard_range(rows, q, i) for i in range(q)]
 
 
 def own(ids: Tensor, block: Range) -> Tensor:
@@ -258,7 +258,7 @@ class SummaLoss(SummaLogits):
 
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
         z, X, T, targets, loss = self.mesh.z, X_s.flatten(0, 1), w[self.weight], at.targets.flatten(), at.loss or Loss()
-        start, _ = cut(self.vocab, z.size, z.index)
+        start, _ = shard_range(self.vocab, z.size, z.index)
         logits = self.logits(X, T, torch.promote_types(X.dtype, torch.float32))
         parts = all_gather(loss.parts(logits, targets, start)[None], z).wait()
         total, counted, lse = loss.merge(parts, targets, self.vocab)

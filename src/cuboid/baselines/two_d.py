@@ -26,7 +26,7 @@ from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
 from cuboid.layers.product import Affine
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Spec, cut, round_up
+from cuboid.mesh.layout import Spec, round_up, shard_range
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
@@ -89,10 +89,11 @@ class TwoD:
         padded = round_up(batch, parts) if decode else batch
         check(config, mesh.cuboid, padded, start + seq)
         index = (mesh.replicas.index * mesh.x.size + mesh.x.index) * mesh.y.size + mesh.y.index
-        samples = torch.arange(*cut(padded, parts, index), device=device)
+        samples = torch.arange(*shard_range(padded, parts, index), device=device)
         positions = torch.arange(start, start + seq, device=device)
         hidden, classes = (
-            torch.arange(*cut(n, mesh.z.size, mesh.z.index), device=device) for n in (config.hidden, config.vocab)
+            torch.arange(*shard_range(n, mesh.z.size, mesh.z.index), device=device)
+            for n in (config.hidden, config.vocab)
         )
         residual, logits = Index(positions, samples, hidden), Index(positions, samples, classes)
         turn = rotation(config, positions) if config.rotary else None

@@ -1,4 +1,4 @@
-"""One axis of a block of devices as one rank sees it: what a collective is called over."""
+"""One axis of a block of devices as one rank sees it. Collectives run over it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from cuboid.comm.transport.base import Transport
 
 @dataclass(frozen=True)
 class Axis:
-    """A size of 1 needs no group, and no collective over it is ever launched."""
+    """A line of ranks. One of size 1 needs no group; no collective over it is launched."""
 
     name: str
     size: int
@@ -22,8 +22,8 @@ class Axis:
     ledger: Ledger = field(default_factory=Ledger, compare=False)
     overlap: bool = True  # False: a collective is awaited where it is launched
     journal: Journal | None = field(default=None, compare=False)  # what was launched, for the watch
-    hosts: int = 1  # that the group is spread over
-    per_host: int = 0  # ranks of the group on each host; 0: hosts have different numbers, or it is not known
+    hosts: int = 1  # over which the group is spread
+    per_host: int = 0  # ranks of the group on each host; 0: they differ, or are not known
     transport: Transport = field(default=None, compare=False)  # type: ignore[assignment]  # the group's, unless given
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
-"""What each collective means, what it counts in the books, and its transpose. How it is sent: `comm/transport/`.
+"""What each collective means, what it counts in the ledger, and its transpose. How it is sent: `comm/transport/`.
 
 | collective     | what a rank gets                         | its transpose  |
 |----------------|------------------------------------------|----------------|
 | all_gather     | everyone's tensor, stacked along dim 0   | reduce_scatter |
-| reduce_scatter | its part along dim 0 of the sum          | all_gather     |
+| reduce_scatter | its shard along dim 0 of the sum         | all_gather     |
 | all_reduce     | the sum (of partial values)              | copy           |
 | copy           | the same value, used by every rank       | all_reduce     |
 | broadcast      | the tensor of one rank                   | reduce         |
@@ -11,9 +11,9 @@
 | send           | of two ranks, one: nothing               | receive        |
 | receive        | the other: its tensor                    | send           |
 
-Each returns a `Flight`, whose `wait()` gives the result, and does not wait itself: only a `reduce` that gloo sends by
-hosts waits for the sum of its own host. Over an axis of size 1 nothing is launched, counted or copied. In shapes, p is
-the size of the axis.
+Each returns a `Flight`, whose `wait()` gives the result, and does not wait itself, except that gloo's `reduce` by hosts
+waits for the sum of its own host. Over an axis of size 1 nothing is launched, counted or copied. In shapes, p is the
+size of the axis.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,15 +30,15 @@ from cuboid.comm.transport.base import Wait
 
 
 def _launched(kind: str, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, times: int = 1) -> Span:
-    """Into the books: a collective of a whole tensor, the same on every rank, of which p-1 of p parts move."""
+    """Enters a collective in journal and ledger. `shape`: the unsharded tensor, of which (p-1)/p is sent."""
     if axis.journal is not None:
         axis.journal.note(kind, shape, dtype)
     return axis.ledger.launched(axis.name, kind, times * prod(shape) * dtype.itemsize * (axis.size - 1) // axis.size)
 
 
 def all_gather(x: Tensor, axis: Axis, pieces: Sequence[int] = ()) -> Flight:
-    """[r, ...] of each rank -> [p·r, ...]. With `pieces`, so many rows of x each, everyone's first lie together, then
-    everyone's second, and so on."""
+    """[r, ...] of each rank -> [p·r, ...]. With `pieces`, numbers of rows of x, all ranks' first pieces come first,
+    then all ranks' second, and so on."""
     if axis.size == 1:
         return landed(x)
     x = x.contiguous()
@@ -56,13 +56,13 @@ def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> F
     if axis.size == 1:
         return landed(x.to(dtype or x.dtype))
     assert x.shape[0] % axis.size == 0, f"dim 0 of {tuple(x.shape)} cannot be scattered over {axis.size} ranks"
-    part = (x.shape[0] // axis.size, *x.shape[1:])
+    shard = (x.shape[0] // axis.size, *x.shape[1:])
     flight = reduce_scatter_each([x.contiguous()], axis, dtype)
-    return Flight(lambda: flight.wait().view(part))
+    return Flight(lambda: flight.wait().view(shard))
 
 
 def reduce_scatter_each(xs: Sequence[Tensor], axis: Axis, dtype: torch.dtype | None = None) -> Flight:
-    """Of several tensors [p·r, ...], each with its own r, this rank's parts of the sums, flat and concatenated."""
+    """Several tensors [p·r, ...], each with its own r -> this rank's shards of the sums, flat and concatenated."""
     like = xs[0]
     shape = like.shape if len(xs) == 1 else (axis.size, sum(x.numel() // axis.size for x in xs))
     span = _launched("reduce_scatter", shape, like.dtype, axis)
@@ -84,7 +84,7 @@ def copy(x: Tensor, axis: Axis) -> Flight:
 
 
 def broadcast(x: Tensor, axis: Axis, source: int, shape: Sequence[int]) -> Flight:
-    """The tensor of rank `source` of the axis, which has this shape. Of the others' x only the dtype is looked at."""
+    """The tensor of rank `source` of the axis, which has this shape. Of other ranks' x only the dtype is used."""
     if axis.size == 1:
         return landed(x)
     block = x.contiguous() if axis.index == source else x.new_empty(shape)
@@ -97,9 +97,9 @@ def broadcast(x: Tensor, axis: Axis, source: int, shape: Sequence[int]) -> Fligh
 
 def reduce(x: Tensor, axis: Axis, target: int, dtype: torch.dtype | None = None) -> Flight:
     """[...] -> [...], the sum, in `dtype` (that of x unless given), on rank `target` of the axis; [0] on the others.
-    Values of low precision are summed in fp32. The memory of x is used up.
+    Values of low precision are summed in fp32. The memory of x is reused.
 
-    Of two ranks one sends its tensor as it is and the other adds it, which moves the least.
+    Of two ranks one sends its tensor unchanged and the other adds it, which sends the least.
     """
     dtype, sum_in = dtype or x.dtype, torch.promote_types(x.dtype, torch.float32)
     if axis.size == 1 or not x.numel():
@@ -120,18 +120,18 @@ def _wait(span: Span, axis: Axis) -> Wait:
 
 
 def send(x: Tensor, lane: Axis, what: str) -> Flight:
-    """To the other rank of a lane of two, which receives `what` in the same order. Who waits may reuse the memory."""
+    """Sends x to the other rank of a lane, which receives `what` in the same order. After `wait` x may be reused."""
     x = x.contiguous()
     return _message(x, lane, what, lane.index, "send", x.nbytes)
 
 
 def receive(like: Tensor, lane: Axis, what: str) -> Flight:
-    """The tensor, as large as `like`, that the other rank of the lane sends. It is received into `like` itself."""
+    """Receives the tensor that the other rank of the lane sends, of the same size, into `like`."""
     return _message(like, lane, what, 1 - lane.index, "receive", 0)
 
 
 def _message(x: Tensor, lane: Axis, what: str, source: int, kind: str, sent: int) -> Flight:
-    """As a broadcast of two: a backend that sends them in the order of their launch needs no other."""
+    """A message, sent as a broadcast of two ranks: backends send those in the order of their launch."""
     if lane.journal is not None:
         lane.journal.note(what, x.shape, x.dtype)
     span = lane.ledger.launched(lane.name, kind, sent)
@@ -171,17 +171,17 @@ def _blocking(kind: str, axis: Axis, call: Callable[[], Any]) -> Any:
 
 
 def from_first(value: Any, axis: Axis) -> Any:
-    """What the first rank of the axis has. For set-up, never inside a step."""
+    """Returns the first rank's value on all ranks. For set-up, never inside a step."""
     return value if axis.size == 1 else _blocking("from_first", axis, lambda: axis.transport.from_first(value))
 
 
 def from_all(value: Any, axis: Axis) -> list[Any]:
-    """What every rank of the axis has, in their order. For reports, never inside a step."""
+    """Returns all ranks' values, in rank order. For reports, never inside a step."""
     return [value] if axis.size == 1 else _blocking("from_all", axis, lambda: axis.transport.from_all(value))
 
 
 def gather_pieces(x: Tensor, axis: Axis) -> list[Tensor]:
-    """Every rank's tensor, whatever its shape, in rank order. For reports and tests, never inside a step."""
+    """Returns all ranks' tensors, of any shapes, in rank order. For reports and tests, never inside a step."""
     if axis.size == 1:
         return [x]
     shapes = from_all(tuple(x.shape), axis)

@@ -1,7 +1,7 @@
-"""What is under way: a collective, and a block of the model that waits for some.
+"""Collectives in flight, and blocks of a model that can pause while they wait.
 
-A collective is a `Flight`: launched, it moves by itself, and `wait()` gives the result. A block is `Steps`: a generator
-that yields where it would wait, so that `schedule.py` can let something else run there.
+A collective is a `Flight`: once launched it proceeds by itself, and `wait()` gives the result. A block is `Steps`: a
+generator that yields where it would wait, so that `schedule.py` can run something else there.
 """
 
 import time
@@ -14,27 +14,27 @@ from torch import Tensor
 from cuboid.comm.axis import Axis
 from cuboid.comm.ledger import Span
 
-Message = tuple[str, int]  # on the clock by which turns are taken: its axis and number
+Message = tuple[str, int]  # axis and number, on the schedule's `Clock`
 
 
 class Pause(NamedTuple):
-    """Where a block of the model can be suspended. Sizes are as large on every rank: turns are taken by them."""
+    """Where a block of the model can be suspended. INVARIANT: sizes are the same on all ranks; turns depend on them."""
 
-    sent: float = 0  # bytes on their way that it will wait for
-    work: float = 0  # FLOPs that it will then do
-    axis: str = ""  # over which they are sent
-    aside: tuple[float, str] = (0.0, "")  # bytes that it will need only later, and their axis
-    later: Callable[[], float] | None = None  # work it has put off: does it and gives its FLOPs, 0 if it was done
-    message: Message | None = None  # in place of `sent`: what it will wait for, launched on the clock before
+    sent: float = 0  # bytes in flight for which it will wait
+    work: float = 0  # FLOPs that follow
+    axis: str = ""  # over which the bytes are sent
+    aside: tuple[float, str] = (0.0, "")  # bytes that it needs only later, and their axis
+    later: Callable[[], float] | None = None  # does postponed work and returns its FLOPs, 0 if it was already done
+    message: Message | None = None  # instead of `sent`: launched on the clock before
 
 
-#: What a block of the model is: a generator that yields wherever a collective has been launched but is not yet
-#: needed, so that something else can run there, and returns its value at the end.
+#: A block of the model: a generator that yields where a collective has been launched and its result is needed next, so
+#: that something else can run, and that returns its value in the end.
 Steps = Generator[Pause, None, Any]
 
 
 def run(steps: Steps) -> Any:
-    """Play the steps straight through."""
+    """Run the steps to the end."""
     while True:
         try:
             next(steps)
@@ -43,7 +43,7 @@ def run(steps: Steps) -> Any:
 
 
 class Flight:
-    """A collective that is over, but for what makes its `result`."""
+    """A collective that is over; `result` makes its result."""
 
     def __init__(self, result: Callable[[], Tensor]) -> None:
         self._result = result
@@ -53,7 +53,7 @@ class Flight:
 
     @property
     def over(self) -> bool:
-        """Whether it has landed, as far as one can see without waiting."""
+        """Whether it is known, without waiting, to have landed."""
         return True
 
 
@@ -62,7 +62,7 @@ def landed(x: Tensor) -> Flight:
 
 
 class Launched(Flight):
-    """A collective whose messages are under way, in the books as `span`."""
+    """A collective in flight, in the ledger as `span`."""
 
     def __init__(self, works: Sequence[dist.Work], result: Callable[[], Tensor], span: Span, axis: Axis) -> None:
         super().__init__(result)

@@ -1,4 +1,4 @@
-"""What each rank launched over each group, in order, and what their accounts say when nothing moves any more."""
+"""Journals of what each rank launched over each group, and their comparison when a run stalls."""
 
 import json
 from collections import deque
@@ -12,12 +12,12 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-REMEMBERED = 64  # calls of a group that a rank can still name
-SHOWN = 8  # lines of a report
+REMEMBERED = 64  # last calls of a group that a journal keeps
+SHOWN = 8  # most lines of a report
 
 
 class Watcher(Protocol):
-    """Who reads the journals: the watchdog of run/watch.py."""
+    """The reader of journals: the watchdog of run/watch.py."""
 
     def journal(self, axis: str, group: dist.ProcessGroup) -> "Journal": ...
 
@@ -27,10 +27,10 @@ class Watcher(Protocol):
 
 
 class Journal:
-    """A rank's collectives over one group. The digest is that of the same calls on every rank and in every process.
+    """A rank's collectives over one group. INVARIANT: the same calls give the same digest on every rank.
 
-    Who waits for one wakes up after each `nap` to `look`, which raises if it waits in vain; given an error, it raises
-    that or what is behind it.
+    A waiting rank calls `look` after each `nap`, which raises if the wait is in vain; given an error, it raises that or
+    its cause.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Journal:
         self.axis, self.ranks, self.index = axis, tuple(ranks), tuple(ranks).index(rank)
         self._nap, self._look = nap, look
         self.count = self.digest = self.landings = 0
-        self.awaited = 0  # the number of the call that the rank does nothing but wait for; 0: none
+        self.awaited = 0  # the number of the call for which the rank waits; 0: none
         self.recent: deque[tuple[int, str, tuple[int, ...], torch.dtype | None]] = deque(maxlen=REMEMBERED)
 
     def note(self, kind: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None) -> int:
-        """The number of this call, counted from 1."""
+        """Enters a call; returns its number, from 1."""
         self.count += 1
         self.digest = hash((self.digest, crc32(kind.encode()), shape, dtype.itemsize if dtype else 0))
         self.recent.append((self.count, kind, shape, dtype))
@@ -57,7 +57,7 @@ class Journal:
     def wait(self, work: dist.Work, number: int) -> None:
         self.awaited = number
         while not work.is_completed():
-            with suppress(RuntimeError):  # the nap is over, or the collective failed, which is raised below
+            with suppress(RuntimeError):  # the nap is over, or the collective failed, which the wait below raises
                 work.wait(self._nap)
             self._look(None)
         try:
@@ -67,7 +67,7 @@ class Journal:
         self.awaited, self.landings = 0, self.landings + 1
 
     def blocking(self, kind: str, call: Callable[[], Any]) -> Any:
-        """What a collective returns, which does when it is done."""
+        """Calls a blocking collective and returns its result."""
         self.awaited = self.note(kind)
         try:
             found = call()
@@ -78,12 +78,12 @@ class Journal:
         return found
 
     def share(self) -> float:
-        """Sums to nothing over the ranks of the group that have made the same calls. Whole and small, so the sum over
-        all ranks is exact in fp64."""
+        """A number whose sum over the group is 0 if its ranks made the same calls. It is a small integer, so that the
+        sum over all ranks is exact in fp64."""
         return (self.digest & 0xFFFFFF) * (len(self.ranks) - 1 if self.index == 0 else -1)
 
     def page(self) -> "Page":
-        """As it stands; the rank may go on meanwhile."""
+        """A snapshot, while the rank may continue."""
         calls = {number: name(kind, shape, dtype) for number, kind, shape, dtype in list(self.recent)}
         return Page(self.axis, self.ranks, max(calls, default=0), self.awaited, calls)
 
@@ -94,7 +94,7 @@ def name(kind: str, shape: Iterable[int], dtype: torch.dtype | None) -> str:
 
 @dataclass(frozen=True)
 class Page:
-    """A journal as it is sent."""
+    """A journal's snapshot, as it is sent."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -105,10 +105,10 @@ class Page:
 
 @dataclass(frozen=True)
 class Account:
-    """Where a rank stands."""
+    """The state of a rank."""
 
     step: int
-    at: str  # the lines its threads are in, and what the backend has not finished
+    at: str  # the lines in which its threads are, and what the backend has not finished
     pages: list[Page]
 
     @classmethod
@@ -121,8 +121,8 @@ class Account:
 
 
 def explain(accounts: Mapping[int, Account], size: int, differ: bool = False) -> tuple[bool, str]:
-    """Whether some called something else than the others, which they did for certain if they `differ`, and who did so
-    or did not arrive, and where. Of `size` ranks some gave no account."""
+    """Returns whether ranks called different collectives, which is certain if they `differ`, and a report on who did so
+    or did not arrive, and where. Some of the `size` ranks may have given no account."""
     step = max((account.step for account in accounts.values()), default=0)
     lines = mismatches(accounts)
     if differ and not lines:
@@ -136,13 +136,13 @@ def shortened(lines: list[str]) -> list[str]:
 
 
 def mismatches(accounts: Mapping[int, Account]) -> list[str]:
-    """The first call of each group that its ranks do not agree on."""
+    """The first call of each group on which its ranks disagree."""
     lines = []
     for (axis, _), pages in groups(accounts).items():
         for number in sorted({number for page in pages.values() for number in page.calls}):
             made = {rank: page.calls[number] for rank, page in pages.items() if number in page.calls}
             if len(set(made.values())) > 1:
-                lines.append(f"axis {axis}, collective {number}: {said(made)}")
+                lines.append(f"axis {axis}, collective {number}: {calls_of(made)}")
                 break
     return ["collectives do not match", *lines] if lines else []
 
@@ -155,8 +155,8 @@ def groups(accounts: Mapping[int, Account]) -> dict[tuple[str, tuple[int, ...]],
     return found
 
 
-def said(made: Mapping[int, str]) -> str:
-    """The call of most ranks first."""
+def calls_of(made: Mapping[int, str]) -> str:
+    """Which ranks called what; the call of most ranks first."""
     by_call: dict[str, list[int]] = {}
     for rank, call in made.items():
         by_call.setdefault(call, []).append(rank)
@@ -166,7 +166,7 @@ def said(made: Mapping[int, str]) -> str:
 
 
 def absences(accounts: Mapping[int, Account], size: int) -> list[str]:
-    """Those who hold up the others, then who waits for them. A rank that waits itself holds up nobody."""
+    """The ranks that hold up others, then those that wait for them. A waiting rank holds up nobody."""
     silent = set(range(size)) - accounts.keys()
     counts = {(page.axis, page.ranks, rank): page.count for rank, each in accounts.items() for page in each.pages}
 
@@ -179,7 +179,7 @@ def absences(accounts: Mapping[int, Account], size: int) -> list[str]:
     causes = silent | set(late)
     lines = [f"{listed(silent)} did not arrive and did not answer: stopped, dead or cut off"] if silent else []
     lines += [f"{listed([rank])} did not arrive: it is at {accounts[rank].at}" for rank in late]
-    if not any(waiting.values()):  # on a GPU nobody waits in sight
+    if not any(waiting.values()):  # on GPUs, where waits cannot be seen
         missed = behind(accounts)
         some = {rank for _, ranks in missed for rank in ranks} or accounts.keys()
         places = [f"{listed([rank])} is at {accounts[rank].at}" for rank in sorted(some)]
@@ -195,7 +195,7 @@ def absences(accounts: Mapping[int, Account], size: int) -> list[str]:
 
 
 def behind(accounts: Mapping[int, Account]) -> list[tuple[str, list[int]]]:
-    """Who has launched less than others of a group, in words and by rank."""
+    """Ranks that launched fewer collectives than others of their group: a line for each group, and the ranks."""
     lines = []
     for (axis, _), pages in groups(accounts).items():
         most = max(page.count for page in pages.values())
@@ -207,7 +207,7 @@ def behind(accounts: Mapping[int, Account]) -> list[tuple[str, list[int]]]:
 
 
 def unfinished() -> list[str]:
-    """What PyTorch's flight recorder, if it records, has seen launched and not completed: the first of each group."""
+    """The first launched, not completed collective of each group, by PyTorch's flight recorder if it is on."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", []) if dump else []
     first: dict[str, str] = {}
@@ -220,7 +220,7 @@ def unfinished() -> list[str]:
 
 
 def waits(rank: int, account: Account) -> list[str]:
-    """What a rank waits for."""
+    """Lines on what a rank waits for."""
     return [
         f"axis {page.axis}, collective {page.awaited}: rank {rank} waits for {listed(set(page.ranks) - {rank})} with "
         + page.calls.get(page.awaited, "it")

@@ -1,8 +1,8 @@
 """The ledger: what every collective of a rank cost, per axis and kind.
 
-Bytes are those a rank sends when the collective moves the least it can: (p-1)/p of the whole for an all-gather, a
-reduce-scatter or an all-to-all over p ranks, twice that for an all-reduce; the mean over the ranks, (p-1)/p of the
-block, for a broadcast or a reduce. `exposed` is the time in which the rank did nothing but wait.
+Bytes are the least that a rank must send: over p ranks (p-1)/p of the unsharded tensor for an all-gather, a
+reduce-scatter or an all-to-all, twice that for an all-reduce; the mean over the ranks, (p-1)/p of the block, for a
+broadcast or a reduce. `exposed` is the time in which the rank only waited.
 """
 
 import time
@@ -22,21 +22,21 @@ class Entry:
 
 @dataclass
 class Span:
-    """One collective over time, in seconds of `time.perf_counter`; 0 where it has not come to that."""
+    """One collective over time, in seconds of `time.perf_counter`; 0: not yet."""
 
     axis: str
     kind: str
     bytes: int
     launched: float
-    entry: Entry  # a late one must not reappear in a ledger that was reset meanwhile
-    landed: float = 0.0  # where spans are listed
-    waited: float = 0.0  # the rank began to do nothing but wait for it
-    resumed: float = 0.0  # and ended to
+    entry: Entry  # of its own: a late span must not reappear in a ledger that was reset meanwhile
+    landed: float = 0.0  # only known if spans are listed
+    waited: float = 0.0  # when the rank began to wait for it
+    resumed: float = 0.0  # when it stopped waiting
 
 
 class Ledger:
-    """`spans` lists every collective since it was set to a list; None keeps sums alone. Where collectives are timed by
-    a device, they are listed as the `clock` reads them, if there is one: by the same clock as what computes."""
+    """Counts collectives. `spans` lists every collective since it was set to a list; with None only sums are kept. If a
+    device times collectives, the `clock`, if there is one, reads their times as it reads those of computation."""
 
     def __init__(self) -> None:
         self.entries: defaultdict[tuple[str, str], Entry] = defaultdict(Entry)
@@ -54,12 +54,12 @@ class Ledger:
         return span
 
     def waited(self, span: Span, start: float, stop: float, weight: int = 1) -> None:
-        """Of as many collectives as `weight`, of which this one was timed."""
+        """Adds the wait for a timed collective, which stands for `weight` collectives."""
         span.waited, span.resumed = start, stop
         span.entry.exposed += weight * (stop - start)
 
     def later(self, settle: Callable[[], None]) -> None:
-        """Have `settle` called before the next reading: a device's clock is only read once it has caught up."""
+        """Call `settle` before the next reading: a device's clock can be read only when the device has caught up."""
         self._late.append(settle)
 
     def settle(self) -> None:
@@ -84,7 +84,7 @@ class Ledger:
         return sum(entry.exposed for entry in self.entries.values())
 
     def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """(calls, bytes) per axis and kind: the part that a formula can predict."""
+        """(calls, bytes) per axis and kind, which formulas predict."""
         table: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
         for (axis, kind), entry in sorted(self.entries.items()):
             table[axis][kind] = (entry.calls, entry.bytes)

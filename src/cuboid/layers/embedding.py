@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import Kind
 from cuboid.comm.flight import Steps
-from cuboid.mesh.layout import cut
+from cuboid.mesh.layout import shard_range
 from cuboid.step.op import Ahead, Back, Layer, chain, moved
 from cuboid.step.weights import Gathered
 
@@ -42,7 +42,7 @@ class PartialRows:
 
     def __call__(self, ids: Tensor, w: Gathered, at: Any) -> Steps:
         all_ids = (ids, at.place.positions[:, None])[: len(self.tables)]
-        starts = [cut(n, self.y.size, self.y.index)[0] for n in self.rows]
+        starts = [shard_range(n, self.y.size, self.y.index)[0] for n in self.rows]
         first, *others = (_rows(w[t], ids, i) for t, ids, i in zip(self.tables, all_ids, starts, strict=True))
         for rows in others:
             first.add_(rows)

@@ -20,7 +20,7 @@ from cuboid.comm.flight import Pause, Steps
 from cuboid.fuse import Fuse, plain
 from cuboid.layers.loss import Loss
 from cuboid.layers.product import mm
-from cuboid.mesh.layout import ceil_div, cut
+from cuboid.mesh.layout import ceil_div, shard_range
 from cuboid.mesh.mesh import Mesh
 from cuboid.step.op import Ahead, Back
 from cuboid.step.weights import Gathered
@@ -73,7 +73,7 @@ class HeadLoss:
     def _rows(self, X: Tensor, w: Gathered, at: Any, sums: Tensor, dW: Tensor | None) -> Tensor | None:
         """dX [s, b, d/z], if it is needed; losses and dW are added to `sums` and `dW`."""
         mesh, fuse, W, loss, (s, b) = self.mesh, self.fuse, w[self.weight], at.loss or Loss(), at.targets.shape
-        start, _ = cut(self.vocab, mesh.y.size, mesh.y.index)
+        start, _ = shard_range(self.vocab, mesh.y.size, mesh.y.index)
         chunk = chunk_rows(s, mesh.z.size, b * ceil_div(self.vocab, mesh.y.size), self.elements)
         dX = torch.empty_like(X) if at.train and not at.lowest else None
         w.shrunk = shrinkage(X.dtype, s * b)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 AXES = ("pipe", "replicas", "x", "y", "z")
-#: What files of earlier versions call an axis.
+#: Names of axes in files of earlier versions.
 EARLIER = {"data": "replicas"}
 
 
@@ -31,7 +31,7 @@ class Cuboid:
         z: Splits the hidden width and heads.
         replicas: Data-parallel replicas of the whole block.
         order: Axes from the slowest over ranks to the fastest; `pipe` is first unless it is named.
-        pipe: Stages of a pipeline, each on blocks of its own.
+        pipe: Stages of a pipeline, each on its own blocks.
 
     Raises:
         ValueError: If a size is below 1, or `order` does not name every axis once.
@@ -94,7 +94,7 @@ class Cuboid:
 
     @property
     def block(self) -> int:
-        """Devices that share one copy of the model, or of a stage of it."""
+        """Devices that share one replica of the model, or of a stage of it."""
         return self.x * self.y * self.z
 
     @property
@@ -118,14 +118,14 @@ class Cuboid:
 
     def array(self, axes: tuple[str, ...]) -> "NDArray[np.int64]":
         """The ranks as an array whose dims are `axes`."""
-        import numpy as np  # here: the command line reads cuboids and has no use for it
+        import numpy as np  # here: the command line does not need it
 
         grid = np.arange(self.ranks).reshape([getattr(self, axis) for axis in self.order])
         return np.ascontiguousarray(grid.transpose([self.order.index(axis) for axis in axes]))
 
 
 def factorisations(ranks: int) -> Iterator[Cuboid]:
-    """Every cuboid of so many ranks, without replicas and pipeline.
+    """All cuboids of this many ranks, without replicas and pipeline.
 
     Args:
         ranks: x · y · z.
@@ -137,7 +137,7 @@ def factorisations(ranks: int) -> Iterator[Cuboid]:
 
 
 def orders(cuboid: Cuboid) -> Iterator[Cuboid]:
-    """The same sizes with the axes in every order over ranks; axes of size 1 make no difference."""
+    """The same cuboid with every order of axes over ranks; axes of size 1 do not count."""
     long = [axis for axis in AXES if cuboid.sizes[axis] > 1]
     short = [axis for axis in AXES if axis not in long]
     for order in permutations(long):

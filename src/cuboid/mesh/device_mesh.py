@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 class BlockMesh(DeviceMesh):
-    """A device mesh over groups that exist; without groups nothing can be sent.
+    """A device mesh over existing groups; without groups it cannot communicate.
 
-    No two are equal: DTensor remembers results by mesh, and would hand out those of one whose groups are closed. A copy
-    of a DTensor stays on its mesh. None is pickled: of a DTensor that is one rank's shard, and nothing says so.
+    No two are equal: DTensor caches results by mesh, and would return those of one whose groups are closed. A copy of a
+    DTensor stays on its mesh. Pickling raises: it would save one rank's shard as if it were the tensor.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class BlockMesh(DeviceMesh):
 
 
 def _number(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-    """What `item()` and `float()` read. DTensor's own would read this rank's part of a sum or a norm."""
+    """Implements `item()` and `float()`. DTensor's own would return this rank's share of a sum or a norm."""
     (x,) = args
     return op_call(x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local())
 
 
 def _not_about_flattening(record: logging.LogRecord) -> bool:
-    """DTensor advises, on every rank, to make one group of several axes; each would keep threads awake."""
+    """Drops DTensor's advice, on every rank, to make one group of several axes: it would keep threads awake."""
     return "sequential %s" not in str(record.msg)

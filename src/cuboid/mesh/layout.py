@@ -1,11 +1,11 @@
-"""The rule by which tensors are cut: which slice of a whole a rank holds, and the whole from the slices.
+"""The rule of sharding: which slice of a tensor a rank holds, and the unsharded tensor from the slices.
 
-Who cuts elsewhere takes its bounds from here: tokens (`mesh/place.py`), a bucket's shards as they are sent
-(`step/weights.py`), activations in products and the head (`layers/`), a file's rows (`model/hf/load.py`).
+All code that splits takes its bounds from here: tokens (`mesh/place.py`), a bucket's shards as they are sent
+(`step/weights.py`), activations of linears and the head (`layers/`), a file's rows (`model/hf/load.py`).
 
-A dim is cut by axes one after the other, each cutting the block the one before it left. A cut into p parts gives every
-part ceil(n/p) rows except the last ones, which may be short or empty: DTensor's rule, so that a checkpoint written here
-reads there. Nothing is padded at rest, and no padding ever enters a global shape.
+Axes split a dim one after another, each the block that the one before it left. Over p ranks every shard has ceil(n/p)
+rows except the last ones, which may be short or empty. This is DTensor's rule, so that checkpoints are compatible.
+Nothing is padded at rest, and no padding enters a global shape.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,21 +25,21 @@ from cuboid.mesh.mesh import Mesh
 Range = tuple[int, int]
 
 
-def ceil_div(n: int, parts: int) -> int:
-    return -(-n // parts)
+def ceil_div(n: int, divisor: int) -> int:
+    return -(-n // divisor)
 
 
 def round_up(n: int, multiple: int) -> int:
     return ceil_div(n, multiple) * multiple
 
 
-def cut(n: int, parts: int, index: int) -> Range:
-    """Where part `index` of `parts` begins and ends.
+def shard_range(n: int, count: int, index: int) -> Range:
+    """Start and end of shard `index` of `count` shards of n rows.
 
-    >>> [cut(10, 4, i) for i in range(4)]
+    >>> [shard_range(10, 4, i) for i in range(4)]
     [(0, 3), (3, 6), (6, 9), (9, 10)]
     """
-    size = ceil_div(n, parts)
+    size = ceil_div(n, count)
     return min(index * size, n), min((index + 1) * size, n)
 
 
@@ -49,46 +49,46 @@ class Spec:
 
     Args:
         shape: The global shape.
-        cuts: For each dim the axes that split it, first split first; over the others the tensor is replicated.
-        sums: The axes over which a rank's gradient is still a partial sum once it was reduced along the cuts.
+        splits: For each dim the axes that split it, first split first; over the others the tensor is replicated.
+        sums: The axes over which a rank's gradient is still a partial sum after it was reduced over the split axes.
         pipe: The places of a pipeline that hold the tensor.
     """
 
     shape: tuple[int, ...]
-    cuts: tuple[tuple[str, ...], ...]
+    splits: tuple[tuple[str, ...], ...]
     sums: tuple[str, ...] = ()
     pipe: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
-        axes = [axis for dim in self.cuts for axis in dim]
-        assert len(self.cuts) == len(self.shape), f"{self.cuts} does not name the cuts of each dim of {self.shape}"
-        assert len(set(axes)) == len(axes), f"an axis cuts a tensor once: {self.cuts}"
+        axes = [axis for dim in self.splits for axis in dim]
+        assert len(self.splits) == len(self.shape), f"{self.splits} does not name the axes of each dim of {self.shape}"
+        assert len(set(axes)) == len(axes), f"an axis splits a tensor once: {self.splits}"
 
     @cached_property
-    def cut_by(self) -> tuple[str, ...]:
-        return tuple(axis for dim in self.cuts for axis in dim)
+    def split_axes(self) -> tuple[str, ...]:
+        return tuple(axis for dim in self.splits for axis in dim)
 
     def holders(self, cuboid: Cuboid) -> NDArray[np.int64]:
-        """The ranks that hold each piece, [pieces, copies]."""
-        replicated = [axis for axis in AXES if axis not in ("pipe", *self.cut_by)]
-        ranks = cuboid.array(("pipe", *self.cut_by, *replicated))[list(self.pipe)]
-        pieces = prod(cuboid.sizes[axis] for axis in self.cut_by)
-        return ranks.reshape(len(self.pipe), pieces, -1).swapaxes(0, 1).reshape(pieces, -1)
+        """The ranks that hold each shard, [shards, copies]."""
+        replicated = [axis for axis in AXES if axis not in ("pipe", *self.split_axes)]
+        ranks = cuboid.array(("pipe", *self.split_axes, *replicated))[list(self.pipe)]
+        shards = prod(cuboid.sizes[axis] for axis in self.split_axes)
+        return ranks.reshape(len(self.pipe), shards, -1).swapaxes(0, 1).reshape(shards, -1)
 
     def copies(self, cuboid: Cuboid) -> int:
-        """How many ranks hold each element."""
-        return prod(cuboid.sizes[axis] for axis in AXES[1:] if axis not in self.cut_by) * len(self.pipe)
+        """The number of ranks that hold each element."""
+        return prod(cuboid.sizes[axis] for axis in AXES[1:] if axis not in self.split_axes) * len(self.pipe)
 
     def ranges(self, cuboid: Cuboid, coordinates: Mapping[str, int], gathered: Iterable[str] = ()) -> tuple[Range, ...]:
-        """The index range a rank holds in each dim, were the axes in `gathered` not cutting."""
+        """The index range that a rank holds in each dim once it is gathered over the axes in `gathered`."""
         if coordinates["pipe"] not in self.pipe:
             return ((0, 0),) * len(self.shape)
         found = []
-        for n, axes in zip(self.shape, self.cuts, strict=True):
+        for n, axes in zip(self.shape, self.splits, strict=True):
             start, stop = 0, n
             for axis in axes:
                 if axis not in gathered:
-                    low, high = cut(stop - start, cuboid.sizes[axis], coordinates[axis])
+                    low, high = shard_range(stop - start, cuboid.sizes[axis], coordinates[axis])
                     start, stop = start + low, start + high
             found.append((start, stop))
         return tuple(found)
@@ -100,25 +100,26 @@ class Spec:
         return tuple(stop - start for start, stop in self.ranges(cuboid, coordinates, gathered))
 
     def take(self, whole: Tensor, cuboid: Cuboid, coordinates: Mapping[str, int]) -> Tensor:
-        """The slice of `whole` that a rank holds."""
+        """The slice of the unsharded tensor `whole` that a rank holds."""
         assert tuple(whole.shape) == self.shape, f"{tuple(whole.shape)} is not {self.shape}"
         return whole[tuple(slice(*r) for r in self.ranges(cuboid, coordinates))]
 
-    def join(self, pieces: Sequence[Tensor], cuboid: Cuboid) -> Tensor:
-        """The whole, from every rank's piece in rank order. Raises if copies of one element differ."""
-        whole = pieces[0].new_full(self.shape, float("nan"))
-        for rank, piece in enumerate(pieces):
+    def join(self, shards: Sequence[Tensor], cuboid: Cuboid) -> Tensor:
+        """The unsharded tensor, from all ranks' shards in rank order. Raises ValueError if copies of an element
+        differ."""
+        whole = shards[0].new_full(self.shape, float("nan"))
+        for rank, shard in enumerate(shards):
             place = whole[tuple(slice(*r) for r in self.ranges(cuboid, cuboid.coordinates(rank)))]
-            if not (place.isnan() | (place == piece)).all():
+            if not (place.isnan() | (place == shard)).all():
                 raise ValueError(f"rank {rank} disagrees with another rank about a tensor they both hold")
-            place.copy_(piece)
+            place.copy_(shard)
         return whole
 
     def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """The same, as DTensor says it, over `mesh.device_mesh`."""
+        """The same as DTensor's placements over `mesh.device_mesh`."""
         found: list[Placement] = []
         for axis in mesh.dims:
-            dims = [dim for dim, axes in enumerate(self.cuts) if axis in axes]
+            dims = [dim for dim, axes in enumerate(self.splits) if axis in axes]
             found.append(Shard(dims[0]) if dims else Replicate())
         return tuple(found)
 
@@ -133,36 +134,36 @@ class Spec:
         )
 
     def parameter(self, shard: Tensor, mesh: Mesh) -> nn.Parameter:
-        """A DTensor or, where one device holds all of it, a plain one."""
+        """A DTensor or, on one device, a plain tensor."""
         return nn.Parameter(self.dtensor(shard, mesh) if mesh.sharded else shard)
 
 
-# The shards of parameters, in the memory they lie in: what a step works on, without DTensor's dispatch
+# The shards of parameters in their own memory: what a step works on, without DTensor's dispatch
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter or a gradient; of a plain one all. Autograd does not see it."""
+    """This rank's shard of a parameter or a gradient; all of a plain tensor. Autograd does not see it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """The unsharded values of a parameter or a gradient, on every rank: all ranks call it."""
+    """Returns the unsharded parameter or gradient, on every rank. All ranks call it."""
     found = tensor.detach()
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def sharded_as(parameter: nn.Parameter, shard: Tensor) -> Tensor:
-    """A rank's shard, of a gradient say, as the parameter is."""
+    """Wraps a rank's shard, for example of a gradient, as the parameter is."""
     return DTensor(shard, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else shard
 
 
 def data_of(parameter: nn.Parameter) -> int:
-    """What setting `data` of a DTensor changes, and nothing else: its values stay where they are."""
+    """An id of a DTensor's storage, which only setting its `data` changes."""
     return parameter.untyped_storage()._cdata if isinstance(parameter, DTensor) else 0
 
 
 def lay(parameter: nn.Parameter, shard: Tensor) -> None:
-    """Have the parameter's values where `shard` is."""
+    """Move the parameter to the memory of `shard`."""
     if isinstance(parameter, DTensor):
         parameter._local_tensor = shard
     else:

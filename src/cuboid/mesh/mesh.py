@@ -25,8 +25,8 @@ from cuboid.mesh.device_mesh import BlockMesh
 
 
 class Lanes(NamedTuple):
-    """Two ranks each, one of which sends: to the next rank of a pipe or to the one before it, and from them. None where
-    there is no such neighbour. A lane carries one kind of message one way, so that its order is known to both."""
+    """A rank's lanes to and from its neighbours on a pipe; None without that neighbour. A lane joins two ranks and
+    carries one kind of message in one direction, so that both know the order."""
 
     to_next: Axis | None
     from_previous: Axis | None
@@ -37,25 +37,25 @@ class Lanes(NamedTuple):
 class Mesh:
     """The axes of a cuboid as one rank sees them, with a process group for each axis longer than one.
 
-    Every rank of the world must make the same meshes in the same order: making a group is itself collective.
+    Every rank of the world must make the same meshes in the same order, because making a group is collective.
 
     Args:
         cuboid: The block of devices; as many ranks as the world has.
         rank: This rank's number.
-        device: What this rank computes on; None: what the process group's ranks compute on.
+        device: Where this rank computes; None: the device of the process group.
         alone: Make a mesh of this rank only, of cuboid (1,1,1), without communication.
-        overlap: False, for comparison: every collective is awaited where it is launched.
-        groups: Process groups that exist already, one for each axis longer than one; they are used and never closed.
+        overlap: False, for comparison: await every collective where it is launched.
+        groups: Existing process groups, one for each axis longer than one; they are used and never closed.
         watch: The watchdog, which ends a rank that waits too long.
         per_host: Ranks per host, in order; None: all are on one host.
-        by_host: False: broadcasts and sums to one rank go as gloo sends them, whatever the hosts.
-        share_device: gloo's groups share one thread: for many ranks per core.
+        by_host: False: gloo's own broadcast and reduce, which ignore hosts.
+        share_device: Whether gloo's groups share one thread, for many ranks per core.
 
     Raises:
         ValueError: If the world has another number of ranks.
     """
 
-    #: The order in which nested cuts are applied: y or z first, then x inside the block. DTensor reads it the same way.
+    #: The order of nested splits: y or z first, then x inside the block. DTensor reads it the same way.
     NESTING = ("pipe", "replicas", "y", "z", "x")
 
     def __init__(
@@ -105,7 +105,7 @@ class Mesh:
 
     @classmethod
     def over(cls, device_mesh: DeviceMesh) -> "Mesh":
-        """Over a mesh that `init_device_mesh` has made, its dims named after axes; one left out is of size 1.
+        """A mesh over one of `init_device_mesh`, whose dims are named after axes; a missing axis has size 1.
 
         Raises:
             ValueError: If a dim has another name, or the mesh is not of all ranks in order.
@@ -119,15 +119,15 @@ class Mesh:
         sizes = dict(zip(names, device_mesh.shape, strict=True))
         cuboid = Cuboid(**sizes, order=(*(axis for axis in AXES if axis not in names), *names))
         if device_mesh.mesh.flatten().tolist() != list(range(cuboid.ranks)):
-            raise ValueError(f"the device mesh is made of {device_mesh.mesh.tolist()}; give one of all ranks in order")
+            raise ValueError(f"the device mesh has ranks {device_mesh.mesh.tolist()}; give one of all ranks in order")
         device = current(device_mesh.device_type)
         groups = {name: device_mesh.get_group(name) for name in names}
         return cls(cuboid, device_mesh.get_rank(), device, groups=groups)
 
-    def _along(self, name: str, parts: int = 1) -> Axis:
-        """An axis, or this rank's of its `parts`, with groups of its own. None are made for a size of 1: a group keeps
-        threads awake, used or not."""
-        size = self.cuboid.sizes[name] // parts
+    def _along(self, name: str, segments: int = 1) -> Axis:
+        """An axis, or this rank's of its `segments`, with new groups. None for a size of 1: a group keeps threads
+        awake, used or not."""
+        size = self.cuboid.sizes[name] // segments
         if size == 1:
             return self._axis(name, 1, 0, None)
         others = tuple(axis for axis in self.NESTING if axis != name)
@@ -145,8 +145,8 @@ class Mesh:
         new_group: NewGroup | None = None,
         lane: str = "",
     ) -> Axis:
-        """With the transport and the journal of its group, which names the `lane`, if it is one: several may have
-        the same ranks. Over z norms send a few numbers per row."""
+        """An axis with its group's transport and journal. A `lane` is named in the journal: several may have the same
+        ranks. Norms send small messages over z."""
         if group is None:
             return Axis(name, size, index, None, self.ledger, self.overlap)
         on_host = Counter(rank // self._per_host for rank in dist.get_process_group_ranks(group))
@@ -157,8 +157,8 @@ class Mesh:
         return Axis(name, size, index, group, self.ledger, self.overlap, journal, hosts, per_host, transport)
 
     def _group(self, lines: NDArray[np.int64]) -> Any:
-        """This rank's of the groups of all lines of ranks [lines, ranks of a line], None if it is in no line: the one
-        place that makes groups. Where a backend splits its world's it does so once; else each line is made in turn."""
+        """Makes a group for each line of ranks, [lines, ranks of a line]; returns this rank's, None if it is in no
+        line. A backend that can split its world's group does so once, others make one line after another."""
         world: Any = dist.group.WORLD
         backend, timeout = world._get_backend(self.device), self._timeout()
         if getattr(backend, "supports_splitting", False) and world.bound_device_id is not None:
@@ -171,17 +171,17 @@ class Mesh:
         return group
 
     def _timeout(self) -> timedelta | None:
-        """The world's; left to itself, a group of some of its ranks would wait for half an hour."""
+        """The world's timeout. By default other groups would wait for half an hour."""
         assert dist.group.WORLD is not None
         options = getattr(dist.group.WORLD._get_backend(self.device), "options", None)
         return getattr(options, "_timeout", None)
 
     def lanes(self, wrap: bool) -> Lanes:
-        """Of this rank on its pipe; with `wrap` the first rank is also next to the last. Made once, by all ranks."""
+        """This rank's lanes; with `wrap` the first rank is also next to the last. All ranks call it; made once."""
         return Lanes(*self._lanes_along(1, wrap), *self._lanes_along(-1, wrap))
 
     def _lanes_along(self, way: int, wrap: bool) -> tuple[Axis | None, Axis | None]:
-        """(out, in) of those on which messages go `way` along the pipe. A rank has one lane of each enumeration."""
+        """(out, in): this rank's lanes of messages that go `way` along the pipe."""
         size, mine = self.pipe.size, self.pipe.index
         if size == 1:
             return None, None
@@ -206,7 +206,7 @@ class Mesh:
         return found[0], found[1]
 
     def count_lanes_in(self, ledger: Ledger) -> None:
-        """For a copy of a mesh, with books of its own."""
+        """Have the lanes of a copied mesh count in its own ledger."""
         self._lanes = {
             key: tuple(lane and replace(lane, ledger=ledger) for lane in ends)  # type: ignore[misc]
             for key, ends in self._lanes.items()
@@ -219,12 +219,12 @@ class Mesh:
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """Of a `device_mesh`: the axes longer than one, or one of them. Tensors belong to one place of the pipe."""
+        """The dims of `device_mesh`: axes longer than one, or x. Tensors belong to one place of the pipe."""
         return tuple(axis for axis in self.NESTING[1:] if self.cuboid.sizes[axis] > 1) or ("x",)
 
     def device_mesh(self, device_type: str) -> BlockMesh:
-        """For DTensors on such devices and `torch.distributed.checkpoint`. It has our groups; for copies of a GPU's
-        tensors in its host's memory it has none, and nothing can be sent."""
+        """The mesh for DTensors on such devices and `torch.distributed.checkpoint`. It has our groups; the one for host
+        copies of GPU tensors has none and cannot communicate."""
         if device_type not in self._device_meshes:
             sizes, groups = [self.cuboid.sizes[axis] for axis in self.dims], []
             ranks = torch.from_numpy(self.cuboid.array(self.NESTING)[self.pipe.index]).reshape(sizes)
@@ -234,7 +234,7 @@ class Mesh:
         return self._device_meshes[device_type]
 
     def part_of_x(self, size: int) -> Axis:
-        """The `size` neighbours on x that share this rank's samples when x cuts the sequence as well as the batch."""
+        """The `size` neighbours on x that share this rank's samples when x splits both batch and sequence."""
         if size == self.x.size:
             return self.x
         if size not in self._parts_of_x:
@@ -242,7 +242,7 @@ class Mesh:
         return self._parts_of_x[size]
 
     def close(self) -> None:
-        """Give the groups back: each keeps threads awake, so a process that makes many meshes must."""
+        """Destroy the groups. Each keeps threads awake, so a process that makes many meshes must close them."""
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()

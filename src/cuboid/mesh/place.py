@@ -10,7 +10,7 @@ from cuboid.comm.axis import Axis
 
 
 class Index(NamedTuple):
-    """Where a rank's [s, b, d] lies in the whole: positions, samples, features."""
+    """Global indices of a rank's [s, b, d]: positions, samples, features."""
 
     s: Tensor
     b: Tensor
@@ -27,7 +27,7 @@ class Place:
         start: The position of the first token.
         samples: This rank's samples, `[b]`.
         positions: This rank's positions, `[s]`.
-        context: The axis over which the sequence itself is split; of size 1 where it is not.
+        context: The axis over which the sequence is split; of size 1 if it is not.
         residual: Positions, samples and features of this rank's shard of the residual stream.
         logits: Positions, samples and classes of this rank's shard of the logits.
         turn: cos and sin of rotary positions.
@@ -47,7 +47,7 @@ class Place:
     def rotation(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """cos and sin of rotary positions, for features of this dtype: in fp32 or better."""
         if self.turn is not None and dtype not in self._turns:
-            cos, sin = (part.to(torch.promote_types(dtype, torch.float32)) for part in self.turn)
+            cos, sin = (each.to(torch.promote_types(dtype, torch.float32)) for each in self.turn)
             self._turns[dtype] = cos, sin
         return self._turns.get(dtype)
 
@@ -62,22 +62,22 @@ class Place:
         ]
 
     def check(self, inputs: Tensor, targets: Tensor | None, features: bool) -> None:
-        """Raise unless these are this rank's part of a batch: of the residual stream (`features`) or of token ids."""
+        """Raise ValueError unless shapes are those of this rank's features (`features`) or token ids."""
         ids, (s, b, d) = [len(self.positions), len(self.samples)], map(len, self.residual)
         wanted, take = ([s, b, d], "take_features") if features else (ids, "take")
         if list(inputs.shape) != wanted:
             raise ValueError(
-                f"inputs of shape {list(inputs.shape)} where this rank's part, sequence first, is {wanted}; take it by "
-                f"place.{take} from the whole batch, [{self.batch}, {self.seq}{', d' * features}]"
+                f"inputs have shape {list(inputs.shape)}, but this rank's slice, sequence first, is {wanted}; take it "
+                f"with place.{take} from the whole batch, [{self.batch}, {self.seq}{', d' * features}]"
             )
         if targets is not None and list(targets.shape[:2]) not in (ids, [s, b]):
             raise ValueError(
-                f"targets of shape {list(targets.shape)} beside inputs of {wanted}, sequence first; take both from "
+                f"targets have shape {list(targets.shape)}, but inputs {wanted}, sequence first; take both from "
                 "the whole batch with the same place"
             )
 
     def take_features(self, whole: Tensor, fill: float = 0.0) -> Tensor:
-        """[batch, seq, d] of all ranks -> this rank's part of the residual stream, [s, b, d], padding filled."""
+        """[batch, seq, d] of all ranks -> this rank's shard of the residual stream, [s, b, d], padding filled."""
         s, b, d = self.residual
         rows, columns = b.clamp(max=self.batch - 1), (s - self.start).clamp(max=self.seq - 1)
         inside = (s < self.start + self.seq)[:, None] & (b < self.batch)
@@ -86,6 +86,6 @@ class Place:
     def take(self, whole: Tensor, fill: int) -> Tensor:
         """[batch, seq] of all ranks -> this rank's [s, b], padding filled with `fill`."""
         columns, rows = self.positions - self.start, self.samples
-        part = whole[rows.clamp(max=self.batch - 1)][:, columns.clamp(max=self.seq - 1)]
+        mine = whole[rows.clamp(max=self.batch - 1)][:, columns.clamp(max=self.seq - 1)]
         inside = (rows < self.batch)[:, None] & (columns < self.seq)
-        return torch.where(inside, part, fill).T.contiguous()
+        return torch.where(inside, mine, fill).T.contiguous()

@@ -30,7 +30,7 @@ from cuboid.layers.norm import Normalise
 from cuboid.layers.product import Affine, Product
 from cuboid.layers.randomness import dropout, key_of
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import Spec, cut, round_up
+from cuboid.mesh.layout import Spec, round_up, shard_range
 from cuboid.mesh.mesh import Mesh
 from cuboid.mesh.place import Index, Place
 from cuboid.model.config import ModelConfig
@@ -133,8 +133,8 @@ class CuboidParallel:
         positions = start + torch.cat(dealt(round_up(seq, unit), context.size, context.index)).to(device)
         s_y = positions.chunk(y.size)[y.index]
         s_z = positions.chunk(z.size)[z.index]
-        hidden = torch.arange(*cut(self.config.hidden, z.size, z.index), device=device)
-        classes = torch.arange(*cut(self.config.vocab, y.size, y.index), device=device)
+        hidden = torch.arange(*shard_range(self.config.hidden, z.size, z.index), device=device)
+        classes = torch.arange(*shard_range(self.config.vocab, y.size, y.index), device=device)
         residual, logits = Index(s_y, samples, hidden), Index(s_z, samples, classes)
         turn = rotation(self.config, positions) if self.config.rotary else None
         return Place(batch, seq, start, samples, positions, context, residual, logits, turn)

@@ -40,7 +40,7 @@ class Bucket:
         self.dtype = dtype or self.parameters[0].dtype
         self.shapes = {p: s.local_shape(mesh.cuboid, mesh.coordinates, gathered=("x",)) for p, s in specs.items()}
         # in flight every rank's part is as long as the longest: ceil(rows/x) rows of each parameter split by x
-        split = [p for p, spec in specs.items() if "x" in spec.cut_by]
+        split = [p for p, spec in specs.items() if "x" in spec.split_axes]
         split.sort(key=lambda p: -p.dim())  # weights of one linear are neighbours
         self.lengths = {p: ceil_div(self.shapes[p][0], mesh.x.size) * prod(self.shapes[p][1:]) for p in split}
         self.gathers = mesh.x.size > 1 and sum(self.lengths.values()) > 0
@@ -56,8 +56,8 @@ class Bucket:
     @cached_property
     def sent(self) -> float:
         """Bytes that a rank receives when it gathers them: by global shapes, the same on all ranks."""
-        sizes, split = self.mesh.cuboid.sizes, [spec for spec in self.specs.values() if "x" in spec.cut_by]
-        shards = [prod(spec.shape) / prod(sizes[axis] for axis in spec.cut_by) for spec in split]
+        sizes, split = self.mesh.cuboid.sizes, [spec for spec in self.specs.values() if "x" in spec.split_axes]
+        shards = [prod(spec.shape) / prod(sizes[axis] for axis in spec.split_axes) for spec in split]
         return sum(shards) * (sizes["x"] - 1) * self.dtype.itemsize
 
     def check(self) -> None:

@@ -54,7 +54,7 @@ def load(folder: Path, model: Transformer, progress: Progress = lambda size: Non
     for name, parameter, declaration in declared(model):
         source = source_of(model.config, name)
         (top, _), *rest = declaration.spec.ranges(mesh.cuboid, mesh.coordinates)
-        first = top + source.index * declaration.spec.shape[0]
+        first = top + source.slot * declaration.spec.shape[0]
         shard = shard_of(parameter)
         rows = max(1, _TOGETHER // max(1, shard[:1].numel()))
         for start in range(0, len(shard), rows):

@@ -46,18 +46,18 @@ _IDLE = re.compile(r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq")
 
 
 class Source(NamedTuple):
-    """A parameter of ours is rows [index · n, (index + 1) · n) of one of their tensors, which fuses `count` of ours and
+    """A parameter of ours is rows [slot · n, (slot + 1) · n) of one of their tensors, which fuses `slots` of ours and
     may be stored transposed."""
 
     name: str
     transposed: bool = False
-    index: int = 0
-    count: int = 1
+    slot: int = 0
+    slots: int = 1
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of their tensor, from our parameter's."""
         n, *rest = ours
-        fused = (self.count * n, *rest)
+        fused = (self.slots * n, *rest)
         return fused[::-1] if self.transposed else fused
 
 

@@ -156,7 +156,7 @@ def parts_of(model: Transformer) -> dict[str, list[Part]]:
     for name, spec in model.specs().items():
         source = source_of(model.config, name)
         found.setdefault(source.name, []).append(Part(source, mine.get(name, none), spec))
-    return {name: sorted(parts, key=lambda part: part.source.index) for name, parts in found.items()}
+    return {name: sorted(parts, key=lambda part: part.source.slot) for name, parts in found.items()}
 
 
 def _plan(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import cut
+from cuboid.mesh.layout import shard_range
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Counter:
         """How much of n this rank has once the axis has cut it."""
         if axis is None:
             return n
-        start, stop = cut(n, self.axes[axis], self.at[axis])
+        start, stop = shard_range(n, self.axes[axis], self.at[axis])
         return stop - start
 
     def send(self, kind: str, axis: str, whole: int, size: int, times: int = 1, p: int = 0) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cuboid.mesh.cuboid import Cuboid
-from cuboid.mesh.layout import ceil_div, cut, round_up
+from cuboid.mesh.layout import ceil_div, round_up, shard_range
 from cuboid.model.config import ModelConfig
 from cuboid.plan.cost import Cost, Counter
 
@@ -41,7 +41,7 @@ def check_model(config: ModelConfig, tp: int) -> None:
             raise ValueError(f"{name}={n} cannot be split into tp={tp}; use another {name}, or tp one of {divisors}")
     for name in ("vocab",) if config.rotary else ("vocab", "context"):
         n = getattr(config, name)
-        if cut(n, tp, tp - 1) == (n, n):  # DTensor cannot look up rows in none
+        if shard_range(n, tp, tp - 1) == (n, n):  # DTensor cannot look up rows in none
             raise ValueError(f"{name}={n} leaves the last of tp={tp} ranks no row; use {name} {round_up(n, tp)}")
 
 
