@@ -97,17 +97,20 @@ def run_bash(text: str) -> None:
 
 def parse_bash(text: str) -> None:
     """Every line of ours has a command that exists and options that it has."""
-    group = typer.main.get_command(app)
     for line in text.replace("\\\n", " ").strip().splitlines():
         words = shlex.split(line, comments=True)
-        start = next((i for i, word in enumerate(words) if word == "cuboid"), None)
-        if start is None:
-            continue
-        context = group.make_context("cuboid", [words[start + 1]], resilient_parsing=True)
-        command = group.get_command(context, words[start + 1])
-        assert command is not None, line
-        with command.make_context(words[start + 1], words[start + 2 :], parent=context):
-            pass
+        if "cuboid" in words:
+            parse_command(typer.main.get_command(app), words[words.index("cuboid") + 1 :], line)
+
+
+def parse_command(group: Any, words: list[str], line: str) -> None:
+    context = group.make_context("cuboid", words[:1], resilient_parsing=True)
+    command = group.get_command(context, words[0])
+    assert command is not None, line
+    if hasattr(command, "get_command"):
+        return parse_command(command, words[1:], line)
+    with command.make_context(words[0], words[1:], parent=context):
+        pass
 
 
 RUN = {"toml": run_toml, "python": run_python, "bash": run_bash}
@@ -138,6 +141,14 @@ def test_docs_have_no_unmarked_code_or_broken_links(path: Path) -> None:
     assert {each[0] for each in BLOCK.findall(text)} <= {*RUN, "text"}
     for link in re.findall(r"\]\(([^)#:]+)\)", outside):
         assert (path.parent / link).exists(), link
+
+
+def test_benchmarks_are_made_by_commands_that_exist() -> None:
+    commands = re.findall(r"`(cuboid bench [^`]+)`", (ROOT / "benchmarks" / "README.md").read_text())
+    assert len(commands) > 5
+    for command in commands:
+        if "--help" not in command:
+            parse_bash(command)
 
 
 def test_readme_is_short() -> None:
