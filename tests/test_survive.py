@@ -64,7 +64,7 @@ def test_keep_running_limits_restarts_without_progress(most: int, saves: bool, l
     if lives:
         assert keep_running(die_unless, 2, [2], *arguments) == [2, 2]
         where = "after step 1" if saves else "from the beginning"
-        assert told[1] == f"rank 1 was killed by SIGKILL; all ranks start again, {where}"
+        assert told[1] == f"rank 1 was killed by SIGKILL; restarting all ranks {where}"
     else:
         with pytest.raises(RankDied, match="SIGKILL after 1 restarts without a new checkpoint"):
             keep_running(die_unless, 2, [2], *arguments)

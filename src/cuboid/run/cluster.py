@@ -4,14 +4,14 @@
     host 1: eth0 ═══ port1 ┤ bridge, in a namespace of its own
     host 2: eth0 ═══ port2 ┘
 
-Where links inside a host are shaped too, each of its ranks is in a namespace of its own, on a bridge of the host's,
-which is joined to the others by the host's link. Groups of hosts may be joined by slower links still:
+If links inside a host are shaped too, each of its ranks has its own namespace, on the host's bridge, which the host's
+link joins to the others. Groups of hosts may be joined by slower links:
 
     rank: eth0 ═══ port ─ host's bridge ═══ group's bridge ═══ core
 
-What leaves an end of a link is shaped there, so both ways have its rate. A process that only sleeps keeps the
-namespaces open. It is killed when its parent ends, however that ends, and the kernel removes a namespace that nobody
-has open, with all its links. So nothing is ever left behind, and nothing shows among the machine's own.
+Both ends of a link shape what they send, so both directions have its rate. A sleeping process keeps the namespaces
+open. It is killed when its parent ends, in whatever way, and the kernel removes a namespace that no process has open,
+with all its links. So nothing is left behind, and the machine's own network is unchanged.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
-MTU = 9000  # few frames a second, yet none that keeps a slow link busy for long
+MTU = 9000  # few frames per second, but none that occupies a slow link for long
 MOST_HOSTS = 1000  # a bridge has 1023 ports, a process 1024 files
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}  # and the Debian packages that have them
@@ -44,7 +44,7 @@ def sent(device: str = "eth0") -> int:
 
 
 def bits_per_second(rate: str) -> float:
-    """Of a rate as tc knows it.
+    """The bits per second of a rate as tc writes it.
 
     >>> bits_per_second("1.5gbit")
     1500000000.0
@@ -60,15 +60,15 @@ def bits_per_second(rate: str) -> float:
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace, by the file that stands for it, its address on the switch, and where the host's link begins: in
-    which namespace, and the name of the device. A rank that has a link inside its host has a namespace of its own."""
+    """A host: its namespace's file, its address on the switch, and the namespace and device where its link begins. A
+    rank with a link inside its host has its own namespace."""
 
     namespace: str
     address: str
     uplink: tuple[str, str] = ("", "eth0")
 
     def sent(self) -> int:
-        """Bytes that the host has put on its link so far, all its ranks together."""
+        """Bytes that all ranks of the host have sent over its link so far."""
         namespace, device = self.uplink
         if not namespace:
             return sent(device)
@@ -76,7 +76,7 @@ class Host:
             return sent(device)
 
     def sent_by_rank(self) -> int:
-        """Bytes that the calling rank has put on its link inside the host so far."""
+        """Bytes that the calling rank has sent over its link inside the host so far."""
         return sent()
 
     @property
@@ -84,12 +84,12 @@ class Host:
         return "02:00" + "".join(f":{int(part):02x}" for part in self.address.split("."))
 
     def enter(self) -> None:
-        """Move this process here for good. Right after a fork: only the calling thread moves, and those it starts."""
+        """Move this process here. Call it right after a fork: it moves the calling thread, and those it will start."""
         _setns(self.namespace)
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Move the calling thread here for a while. A socket or process begun meanwhile stays."""
+        """Move the calling thread here, and back at the end. Sockets and processes made meanwhile stay."""
         with open("/proc/thread-self/ns/net") as home:
             self.enter()
             try:
@@ -98,7 +98,7 @@ class Host:
                 _setns(f"/proc/thread-self/fd/{home.fileno()}")
 
     def command(self, *words: str) -> list[str]:
-        """A command, to be run here."""
+        """The words of a command that runs here."""
         return ["nsenter", f"--net={self.namespace}", *words]
 
 
@@ -123,7 +123,7 @@ class Links:
 
 
 class Cluster:
-    """Hosts 0 … `hosts`−1 of `per_host` ranks each, there while its context is open. `links` may be one rate.
+    """Hosts 0 … `hosts`−1 of `per_host` ranks each, which exist while its context is open. `links` may be one rate.
 
     Open it in the main thread: the keeper of the namespaces ends with the thread that forked it.
     """
@@ -144,11 +144,11 @@ class Cluster:
 
     @property
     def _apart(self) -> int:
-        """Namespaces of a host."""
+        """Namespaces per host."""
         return self.per_host if self.links.inside else 1
 
     def host(self, i: int) -> Host:
-        """Where the first rank of a host is, and all others that share its loopback."""
+        """The place of a host's first rank, and of all that share its loopback."""
         return self.place(i * self.per_host)
 
     def place(self, rank: int) -> Host:
@@ -184,7 +184,7 @@ class Cluster:
         return self.links.inside or self.links.of_host(place)
 
     def _wires(self, places: list[Host]) -> Iterator[str]:
-        """Of the switch: its bridges, the links that join them, and a port for each place."""
+        """Commands for the switch: its bridges, the links between them, and a port for each place."""
         yield from _bridge("core")
         for g in self._groups:
             yield from _bridge(f"group{g}")
@@ -224,7 +224,7 @@ def can_make_hosts() -> bool:
 
 
 def try_hosts(instead: str) -> None:
-    """Make one and end it, before any work; `instead` is what to do where that fails."""
+    """Make a host and remove it. Raises ValueError if that fails; `instead` is the remedy in the message."""
     try:
         with Cluster(1, "1gbit"):
             pass
@@ -233,7 +233,7 @@ def try_hosts(instead: str) -> None:
 
 
 def _shape(rate: str) -> str:
-    """The token bucket of a rate, for tc: it holds 4 ms or a few frames, and lets the rest wait, never dropping it."""
+    """tc's token bucket for a rate: it holds 4 ms or a few frames, queues the rest, and never drops it."""
     if not rate:
         return ""
     burst = max(32 << 10, int(bits_per_second(rate) / 8 * 0.004))
@@ -258,7 +258,7 @@ def _joined(one: str, its_bridge: str, other: str, its: str) -> Iterator[str]:
 
 
 def _links(host: Host, hosts: list[Host]) -> Iterator[str]:
-    """Its own, and the others' addresses: looked up, they overflow the machine's one table of such at some 30 hosts."""
+    """Its link, and all others' addresses: looking them up overflows the machine's neighbour table at some 30 hosts."""
     yield "link set dev lo up"
     yield "link set dev eth0 up"
     yield f"address add {host.address}/16 dev eth0 noprefixroute"
@@ -269,7 +269,7 @@ def _links(host: Host, hosts: list[Host]) -> Iterator[str]:
 
 
 def _wait_for_answers(host: Host) -> None:
-    """A packet may be late here but is never lost; what is sent again too early would fill a quarter of a slow link."""
+    """Disable early retransmission: packets are late, never lost, and repeats would fill a quarter of a slow link."""
     with host.visit(), suppress(OSError):  # if the container may not set this, so be it
         Path("/proc/sys/net/ipv4/tcp_early_retrans").write_text("0")
 
@@ -285,16 +285,17 @@ def _batch(host: Host, tool: str, lines: Iterable[str]) -> None:
 
 
 def _fork_keeper(count: int) -> int:
-    """A process that makes network namespaces and has them open, as its files 1 … count, until killed; its id."""
+    """Forks a process that holds new network namespaces open, as files 1 … count, until it is killed; returns its
+    id."""
     answer, tell = os.pipe()
     parent, keeper = os.getpid(), os.fork()
     if keeper == 0:
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # Ctrl-C is for the parent
             _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == parent:  # else it has ended already, and no signal comes
+            if os.getppid() == parent:  # else it has ended already, and no signal will come
                 os.dup2(tell, 0)
-                os.closerange(1, os.sysconf("SC_OPEN_MAX"))  # whoever reads a pipe of the parent's must see it close
+                os.closerange(1, os.sysconf("SC_OPEN_MAX"))  # readers of the parent's pipes must see them close
                 os.write(0, bytes([_make_namespaces(count)]))
                 os.close(0)
                 signal.pause()
@@ -305,13 +306,13 @@ def _fork_keeper(count: int) -> int:
         error = pipe.read()
     if error != b"\0":
         _end(keeper)
-        reason = os.strerror(error[0]) if error else "its keeper has died"
+        reason = os.strerror(error[0]) if error else "its keeper died"
         raise ValueError(f"no network namespace could be made ({reason}): {RIGHTS}")
     return keeper
 
 
 def _make_namespaces(count: int) -> int:
-    """Open as files, the lowest there are; 0 or the number of the error."""
+    """Opens them as the lowest free files. Returns 0 or the error's number."""
     try:
         for _ in range(count):
             _call("unshare", CLONE_NEWNET)
@@ -327,7 +328,7 @@ def _setns(namespace: str) -> None:
 
 
 def _call(name: str, *args: int) -> None:
-    """A function of the C library that Python has no name for."""
+    """Calls a function of the C library that Python does not wrap."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*args):
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")

@@ -1,11 +1,11 @@
-"""What ends a run."""
+"""Errors that end a run."""
 
 
 class RunError(RuntimeError):
-    """What ended a run is no fault of the program, a full disk say; the message says all, and no traceback is shown."""
+    """A run ended for a reason outside the program, such as a full disk. Shown without a traceback."""
 
 
 class RankError(RuntimeError):
-    """A rank failed: this one, or another that this one needs."""
+    """This rank failed, or another that it needs."""
 
     teller: int | None = None  # the rank that reports what all ranks know; None: whoever knows

@@ -1,6 +1,6 @@
-"""Start ranks: forked on this machine, or the ones torchrun has started already.
+"""Starts ranks: forks them on this machine, or joins those that torchrun has started.
 
-Forking after `import torch` starts eight ranks in hundredths of a second; a spawned one imports torch again.
+Forking after `import torch` starts eight ranks in hundredths of a second; spawned ones would import torch again.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from cuboid.run.watch import Watch
 
 TIMEOUT = 600.0  # seconds, of a collective
 SIGILL_HINT = (
-    "; the processor refused an instruction: where a virtual machine shows AMX but does not have it, products in bf16 "
+    "; the processor refused an instruction: where a virtual machine shows AMX but does not have it, bf16 matmuls "
     "work with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 in the environment"
 )
 
@@ -44,17 +44,17 @@ CROWD = 4  # ranks per core
 
 @dataclass(frozen=True)
 class World:
-    """What a rank knows of the run it is part of. Functions that ranks run get it as their first argument.
+    """What a rank knows of its run. Functions that ranks run get it as their first argument.
 
     Args:
         rank: This rank's number, from 0.
         size: The number of ranks.
-        device: What this rank computes on.
+        device: Where this rank computes.
         local_size: The number of ranks on its host.
-        attempt: How often ranks had been started before for the same run.
-        stop: Tells whether the run was asked to stop.
-        watch: The watchdog, where there is one.
-        host: The emulated host that the rank lives on, if any.
+        attempt: How often the run's ranks were restarted before.
+        stop: Whether the run was asked to stop.
+        watch: The watchdog, if there is one.
+        host: The emulated host of the rank, if any.
     """
 
     rank: int
@@ -68,17 +68,17 @@ class World:
 
     @property
     def apart(self) -> bool:
-        """Whether messages leave the processors that compute: something can then be hidden."""
+        """Whether other hardware than the computing processors sends messages, so that overlap gains something."""
         return is_gpu(self.device) or self.local_size < self.size
 
     @property
     def crowded(self) -> bool:
-        """Whether emulated hosts put so many ranks on each core that threads which only look for messages matter."""
+        """Whether emulated hosts have so many ranks per core that threads which poll for messages matter."""
         return self.host is not None and self.size > CROWD * (os.cpu_count() or 1)
 
 
 class RankDied(RankError):
-    """A rank is gone: killed, crashed, out of memory. It has raised nothing that would be raised again."""
+    """A rank died without an exception: killed, crashed, out of memory."""
 
     def __init__(self, message: str, killed: bool = False) -> None:
         super().__init__(message)
@@ -88,12 +88,12 @@ class RankDied(RankError):
 def join_world(
     store: dist.Store | None = None, timeout: float = TIMEOUT, attempt: int = 0, stop: Stop | None = None
 ) -> World:
-    """Join the process group that the environment describes: NCCL if there is a GPU for this rank, gloo if not. gloo's
-    groups, the checkpoints' among them, connect two ranks when one first sends to the other, not all at once."""
+    """Join the process group that the environment describes: NCCL if there is a GPU for this rank, else gloo. gloo
+    connects two ranks when one first sends to the other, not all at once."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if store is None and store_is_old():
-        store = fresh_store(rank, size, max(timeout, TIMEOUT))  # who imports late is no stalled collective
+        store = fresh_store(rank, size, max(timeout, TIMEOUT))  # a late import is not a stalled collective
     local = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = take(local, local_size)
@@ -122,8 +122,8 @@ def join_world(
 
 
 def _keep_memory() -> None:
-    """Have glibc's allocator keep what is freed. A step's large buffers would go back to the system and come again,
-    with a page fault for every 4 KB: a seventh of the step."""
+    """Make glibc's allocator keep freed memory. Otherwise a step's large buffers return to the system, and a page fault
+    for every 4 KB takes a seventh of the step."""
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
@@ -143,7 +143,7 @@ def _serve(
     attempt: int,
     timeout: float,
 ) -> None:
-    """A forked rank: run what arrives on the pipe until it closes. The ranks meet behind `door`."""
+    """A forked rank: runs what arrives on the pipe until it closes. `door`: the socket of the ranks' rendezvous."""
     if stop is None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     else:
@@ -189,7 +189,7 @@ def _send(pipe: connection.Connection, answer: tuple[bool, Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A rank must not train on alone when the process that started it is killed."""
+    """End this rank when the process that started it is killed."""
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
@@ -197,7 +197,7 @@ def _end_with_parent() -> None:
 
 
 def _door(cluster: Cluster | None) -> socket.socket:
-    """Where the ranks meet: on loopback alone, or on the first host."""
+    """The socket of the rendezvous: on loopback, or on the first emulated host."""
     if cluster is None:
         return socket.create_server(("127.0.0.1", 0))
     first = cluster.host(0)
@@ -206,7 +206,7 @@ def _door(cluster: Cluster | None) -> socket.socket:
 
 
 def _meet(rank: int, size: int, door: socket.socket) -> dist.TCPStore:
-    """Through the door. Where no name service answers, as on an emulated host, the store would complain on stderr."""
+    """The store behind the door. Its complaints on stderr about a missing name service (emulated hosts) are dropped."""
     address, port = door.getsockname()
     listen = door.detach() if rank == 0 else None
     stderr = os.dup(2)
@@ -214,14 +214,14 @@ def _meet(rank: int, size: int, door: socket.socket) -> dist.TCPStore:
         os.dup2(nowhere.fileno(), 2)
     try:
         return dist.TCPStore(address, port, size, is_master=rank == 0, master_listen_fd=listen)
-    finally:  # what it raises is still seen
+    finally:  # exceptions are still shown
         os.dup2(stderr, 2)
         os.close(stderr)
 
 
 class Pool:
-    """Ranks that stay up and run one function after another. Ranks are forked: make it before this process
-    uses autograd.
+    """Ranks that stay up and run one function after another. Ranks are forked: create it before this process uses
+    autograd.
 
     Examples:
         >>> with Pool(2) as pool:
@@ -229,10 +229,10 @@ class Pool:
         [0, 1]
 
     Args:
-        ranks: How many to start, on this machine.
+        ranks: The number of ranks to start on this machine.
         cluster: Emulated hosts; rank r lives on host r // per_host. Without them all ranks are on loopback.
         stop: Asks ranks to stop when this process gets a signal.
-        attempt: What `World.attempt` is.
+        attempt: The value of `World.attempt`.
         timeout: Seconds until a collective fails.
 
     Raises:
@@ -275,24 +275,24 @@ class Pool:
         """Run `fn(world, *args)` on every rank.
 
         Args:
-            fn: A function that ranks find by its module and name.
-            args: What it gets after `world`; pickled.
+            fn: A function that ranks find by module and name.
+            args: Its arguments after `world`; pickled.
 
         Returns:
             The results in rank order.
 
         Raises:
-            ValueError: What a rank raised as such; `RunError` likewise.
+            ValueError: If a rank raised one; `RunError` likewise.
             RankError: If a rank failed otherwise, or died.
         """
         for pipe in self._pipes:
-            with suppress(ConnectionError):  # a rank has died already; it is found below
+            with suppress(ConnectionError):  # the rank has died, which is noticed below
                 pipe.send((fn, args))
         waiting, answers = dict(enumerate(self._pipes)), {}
         while waiting:
             ready = connection.wait([*waiting.values(), *(self._ranks[rank].sentinel for rank in waiting)])
-            # A rank that died comes first: it is the cause, and what others say of it the consequence. Its sentinel
-            # tells; `is_alive` may still say yes.
+            # A rank that died comes first: it is the cause, and others' errors are the consequence. Its sentinel is
+            # reliable; `is_alive` may still be true.
             for rank, pipe in sorted(waiting.items(), key=lambda item: self._ranks[item[0]].sentinel not in ready):
                 if pipe in ready:
                     try:
@@ -313,13 +313,14 @@ class Pool:
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def _cause(self, rank: int, answer: tuple[Exception | None, str]) -> tuple[int, tuple[Exception | None, str]]:
-        """Of a rank's failure: another's death, if there is one. Who loses a connection may tell before it shows."""
+        """The cause of a rank's failure: another's death, if there is one, which may show later than a lost
+        connection."""
         gone = connection.wait([process.sentinel for process in self._ranks], timeout=1)
         dead = [other for other, process in enumerate(self._ranks) if process.sentinel in gone]
         return (dead[0], (None, "")) if dead and rank not in dead else (rank, answer)
 
     def _fail(self, rank: int, error: Exception | None, trace: str) -> None:
-        if isinstance(error, ValueError | RunError | RankError):  # it says all there is to say
+        if isinstance(error, ValueError | RunError | RankError):  # its message is complete
             raise error
         if trace:
             raise RankError(f"rank {rank} failed\n{trace}") from error
@@ -364,9 +365,9 @@ def launch(
     Under torchrun the ranks exist already: this one joins them, and the list has only its own result.
 
     Args:
-        fn: A function that ranks find by its module and name.
-        ranks: How many ranks; under torchrun, how many it must have started.
-        args: What `fn` gets after `world`.
+        fn: A function that ranks find by module and name.
+        ranks: The number of ranks; under torchrun, the number that it must have started.
+        args: Arguments of `fn` after `world`.
         stop: Asks ranks to stop when this process gets a signal.
         timeout: Seconds until a collective fails.
 
@@ -374,7 +375,7 @@ def launch(
         The results in rank order.
 
     Raises:
-        ValueError: If torchrun started another number of ranks, or what a rank raised as such.
+        ValueError: If torchrun started another number of ranks, or a rank raised one.
         RankError: If a rank failed otherwise, or died.
     """
     if not under_torchrun():
@@ -391,7 +392,7 @@ def launch(
         found = fn(world, *args)
     except ValueError:
         raise
-    except Exception as error:  # threads that wait for ranks which are gone would keep this one from ending
+    except Exception as error:  # threads that wait for dead ranks would keep this one from ending
         report(error, int(os.environ["RANK"]))
         sys.stdout.flush()
         os._exit(1)
@@ -400,7 +401,7 @@ def launch(
 
 
 def _end_with_agent() -> None:
-    """A killed agent of torchrun leaves its ranks behind; they must not hold the others up, nor train on alone."""
+    """End this rank if torchrun's agent is killed: a rank left behind would hold up others, or train on alone."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with suppress(OSError, AttributeError):  # not on Linux
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Where torchrun's ranks meet.
+"""Rendezvous of torchrun's ranks.
 
-Its agent keeps one store through all restarts of its ranks, with what the earlier ones have written: a rank that starts
-a little late finds the others connecting to the dead. So every start meets in a store of its own, opened by rank 0.
+Its agent keeps one store through all restarts of its ranks, with the entries of earlier ones: a rank that starts a
+little late would find the others connecting to dead ones. So every start has a new store, opened by rank 0.
 """
 
 import os
@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 
 def store_is_old() -> bool:
-    """Whether the store that the environment names may have been used before."""
+    """Whether ranks of an earlier start may have used the store that the environment names."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def fresh_store(rank: int, size: int, timeout: float) -> dist.Store:
-    """Every rank but 0 asks where to go, with a word that nobody has used before, and rank 0 answers all who ask."""
+    """Opens a new store on rank 0. The others ask for its address, with a unique word, and rank 0 answers each."""
     wait = timedelta(seconds=timeout)
     old = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=wait, wait_for_workers=False
@@ -42,6 +42,6 @@ def fresh_store(rank: int, size: int, timeout: float) -> dist.Store:
             if old.check([f"cuboid/question/{asking}"]):
                 old.set(f"cuboid/answer/{old.get(f'cuboid/question/{asking}').decode()}", answer)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{size - 1 - new.add('here', 0)} of {size} ranks have not come within {timeout:g} s")
+            raise TimeoutError(f"{size - 1 - new.add('here', 0)} of {size} ranks did not arrive within {timeout:g} s")
         time.sleep(0.05)
     return new

@@ -1,4 +1,4 @@
-"""Under torchrun every rank learns of a failure; one reports it."""
+"""Reports of failures under torchrun, where every rank learns of them and one reports."""
 
 import os
 import sys
@@ -10,8 +10,8 @@ from cuboid.run.errors import RankError, RunError
 
 
 def report(error: Exception, rank: int) -> None:
-    """What all ranks know is printed by one of them. A rank's own failure is left to torchrun's summary, which has the
-    traceback of every rank that records one, unless torchrun will start the ranks again without a summary."""
+    """Print, on one rank, what all know. A rank's own failure is recorded for torchrun's summary, which has all ranks'
+    tracebacks; if torchrun will restart the ranks without a summary, it is printed too."""
     if isinstance(error, RankError | RunError):
         teller = error.teller if isinstance(error, RankError) else 0
         if teller in (None, rank):

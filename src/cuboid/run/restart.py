@@ -1,4 +1,4 @@
-"""Ranks that die start again, all of them, and what they run goes on from what it has saved."""
+"""Restarts all ranks when one dies. What they run resumes from what it has saved."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from cuboid.run.launch import Pool, RankDied
 from cuboid.run.stop import Stop
 
 OUT_OF_MEMORY = (
-    "before the first step, most likely by the kernel for want of memory, so ranks are not started again; use fewer "
+    "before the first step, most likely by the kernel because memory ran out, so ranks are not restarted; use fewer "
     'ranks, memory.recompute = "full", more data.micro_batches or a smaller model'
 )
 
@@ -22,9 +22,9 @@ def keep_running(
     saved: Callable[[], int],
     tell: Callable[[str], None],
 ) -> list[Any]:
-    """As `launch` on this machine. When a rank dies all ranks are started again, with `World.attempt` one more: at most
-    `most` times in a row without a change of `saved()`, the step that the run would go on from. What a rank raises
-    would be raised again, and ends it; so would a rank be killed again that the kernel kills before the first step."""
+    """Like `launch` on this machine, but restarts all ranks when one dies, with `World.attempt` increased: at most
+    `most` times in a row without a change of `saved()`, the step from which the run would resume. Exceptions of ranks
+    are not retried, nor kills before the first step: both would happen again."""
     attempt = row = 0
     last = saved()
     while True:
@@ -40,4 +40,4 @@ def keep_running(
                 tried = f" after {row - 1} restarts without a new checkpoint" if row > 1 else ""
                 raise RankDied(f"{death}{tried}") from None
             attempt += 1
-            tell(f"{death}; all ranks start again, {f'after step {step}' if step else 'from the beginning'}")
+            tell(f"{death}; restarting all ranks {f'after step {step}' if step else 'from the beginning'}")

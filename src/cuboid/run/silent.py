@@ -1,4 +1,4 @@
-"""One rank of a world in which nothing is sent, in a process of its own, which may belong to no other world."""
+"""Runs one rank of a world in which nothing is sent, in its own process, which can join no other world."""
 
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -13,7 +13,7 @@ from cuboid.run.launch import World
 
 
 def silently(fn: Callable[..., Any], rank: int, size: int, *args: Any, per_host: int = 0, backend: str = "gloo") -> Any:
-    """What `fn(world, *args)` returns, as a rank of so many, `per_host` on each host (0: all on one)."""
+    """Returns `fn(world, *args)` of rank `rank` of `size`, `per_host` on each host (0: all on one)."""
     world = World(rank, size, torch.device("cpu"), per_host or size)
     fork = get_context("fork")
     ours, theirs = fork.Pipe(duplex=False)
@@ -23,7 +23,7 @@ def silently(fn: Callable[..., Any], rank: int, size: int, *args: Any, per_host:
     try:
         return ours.recv()
     except EOFError:
-        raise RankError(f"rank {rank} of {size}, by itself, ended without an answer") from None
+        raise RankError(f"rank {rank} of {size}, run alone, ended without an answer") from None
     finally:
         child.join()
 

@@ -1,4 +1,4 @@
-"""How this process was started: by torchrun, as one of several ranks, or by a person."""
+"""How this process was started: by torchrun, as one of several ranks, or directly."""
 
 import os
 
@@ -8,15 +8,15 @@ def under_torchrun() -> bool:
 
 
 def local_ranks(ranks: int) -> int:
-    """How many of so many ranks are on this host: all, unless torchrun has started them."""
+    """The number of ranks on this host: all `ranks`, unless torchrun started them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all: rank 0, or the one that will start the ranks."""
+    """Whether this process prints for all: rank 0, or the one that will start the ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def is_first_of_host() -> bool:
-    """Whether this process speaks for its host: a file, say, may be missing on that one alone."""
+    """Whether this process prints for its host, on which alone a file may be missing, for example."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

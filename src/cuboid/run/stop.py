@@ -1,4 +1,4 @@
-"""Asked to stop: by Ctrl-C, or by a scheduler that wants the machine back.
+"""Requests to stop: by Ctrl-C, or by a scheduler that wants the machine back.
 
 The first signal is a request: a run finishes its step, saves and exits. A second one ends the process at once.
 """
@@ -13,20 +13,20 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-PREEMPTED = 75  # exit code of a run that was told to make room: all is saved, start it again (EX_TEMPFAIL)
-ONE = 1.0  # seconds within which signals are one: a scheduler signals torchrun and its ranks, and torchrun passes it on
+PREEMPTED = 75  # exit code of a run that was preempted: all is saved, start it again (EX_TEMPFAIL)
+ONE = 1.0  # seconds within which signals count as one: a scheduler signals torchrun and its ranks, torchrun them too
 
 
 class Stop:
-    """Shared with the ranks that are forked from here: they see the request and leave signals to their parent."""
+    """A request to stop, shared with ranks that are forked from here. They leave signals to their parent."""
 
     def __init__(self) -> None:
-        # when it came, by which signal, whether it was obeyed; whether the run had begun
+        # time of the request, its signal, whether it was obeyed; whether the run had begun
         self._shared = memoryview(mmap.mmap(-1, 32)).cast("d")
 
     @property
     def begun(self) -> bool:
-        """Whether a first step has been taken: then there was memory enough for one."""
+        """Whether a first step has been taken: then memory was sufficient."""
         return self._shared[3] > 0
 
     def begin(self) -> None:
@@ -42,12 +42,12 @@ class Stop:
         return self._shared[2] > 0
 
     def obey(self) -> None:
-        """On every rank, wherever the signal arrived."""
+        """Called on every rank, wherever the signal arrived."""
         self._shared[2] = 1.0
 
     @property
     def code(self) -> int:
-        """What to exit with after that."""
+        """The exit code after that."""
         return 0 if self._shared[1] == signal.SIGINT else PREEMPTED
 
     @contextmanager
@@ -55,7 +55,7 @@ class Stop:
         before = {each: signal.signal(each, self._hear) for each in SIGNALS}
         try:
             yield
-        finally:  # a rank that exits is signalled again by torchrun when another has exited before it
+        finally:  # torchrun signals exiting ranks again once another has exited
             for each, handler in before.items():
                 signal.signal(each, signal.SIG_IGN if self.obeyed else handler)
 

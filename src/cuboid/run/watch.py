@@ -1,9 +1,10 @@
-"""The watch: a rank that stalls, dies or fails ends all ranks, in a set time, with a message that says which and where.
+"""The watchdog: if a rank stalls, dies or fails, all ranks end within a set time, with a message that says which and
+where.
 
-A step pays nothing for it but a note of each collective in a journal. One thread looks on whether the rank gets on;
-another asks the run's store, now and then, whether a rank has raised the alarm. Then every rank puts its account there,
-and who raised the alarm explains from all accounts who did not arrive. The main thread, which wakes up now and then
-while it waits for a collective, raises that; if it hangs elsewhere, the process is ended.
+It costs a step only the journal entry of each collective. One thread checks whether the rank makes progress; another
+polls the run's store for an alarm. After an alarm every rank puts its account into the store, and the rank that raised
+the alarm explains from all accounts which ranks did not arrive. The main thread, which wakes up regularly while it
+waits for a collective, raises that; if it hangs elsewhere, the process is ended.
 """
 
 import ctypes
@@ -26,18 +27,18 @@ from cuboid.comm.journal import Account, Journal, explain, unfinished, waits
 from cuboid.run.errors import RankError
 
 EXIT_CODE = 70  # of a rank that hangs where no exception reaches it
-MOMENT = 3.0  # seconds that the rank which failed has for its own words before others speak of it
-NAP = 0.02  # seconds between two looks
+MOMENT = 3.0  # seconds that a failed rank has for its own message before others report it
+NAP = 0.02  # seconds between polls
 OURS, TORCH = (os.path.dirname(file) + os.sep for file in (os.path.dirname(__file__), torch.__file__))
 ALARM, ANSWERS, VERDICT, HEARD = "watch/alarm", "watch/answers", "watch/verdict", "watch/heard"
 
 
 class Stalled(RankError):
-    """Ranks did not arrive; the message says which and where."""
+    """Ranks did not arrive; the message names them and where they are."""
 
 
 class Mismatched(RankError):
-    """Ranks did not call the same collectives; the message says which and what."""
+    """Ranks called different collectives; the message names ranks and calls."""
 
 
 ERRORS = {"failed": RankError, "stalled": Stalled, "mismatched": Mismatched}
@@ -46,14 +47,14 @@ ERRORS = {"failed": RankError, "stalled": Stalled, "mismatched": Mismatched}
 @dataclass(frozen=True)
 class Alarm:
     rank: int
-    why: str = ""  # what the backend said
-    failure: str = ""  # the whole story, if the rank itself failed
+    why: str = ""  # the backend's error
+    failure: str = ""  # the full message, if the rank itself failed
     differ: bool = False  # collectives are known not to match
 
 
 class Watch:
-    """A context manager, on every rank. `limit` is in seconds; outside a `step`, 0, a rank may be busy for longer, but
-    not wait."""
+    """A context manager, on every rank. A rank may not wait longer than `limit` seconds, nor in a step (`step` > 0) be
+    busy for longer."""
 
     def __init__(self, rank: int, size: int, store: dist.Store, limit: float) -> None:
         self.rank, self.size, self.limit = rank, size, limit
@@ -68,18 +69,18 @@ class Watch:
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._keep_time, self._listen)]
 
     def journal(self, axis: str, group: dist.ProcessGroup) -> Journal:
-        """Of a group of this rank's. The backend's own timeout must not strike before the watch does."""
+        """A journal of one of this rank's groups, whose own timeout is set to later than the watchdog's."""
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2 * self.limit), group)
         ranks, nap = dist.get_process_group_ranks(group), timedelta(seconds=self.interval)
         self._journals.append(Journal(axis, ranks, self.rank, nap, self.look))
         return self._journals[-1]
 
     def share(self) -> float:
-        """Sums to nothing over all ranks if the collectives of each group were the same."""
+        """A number whose sum over all ranks is 0 if each group's ranks made the same calls."""
         return sum(journal.share() for journal in self._journals)
 
     def look(self, error: RuntimeError | None) -> None:
-        """Called by who waits: raise what the watch has found. An `error` of the backend raises the alarm."""
+        """Called while waiting: raises what the watchdog has found. An `error` of the backend raises the alarm."""
         if error is not None:
             self.alarm(Alarm(self.rank, why=str(error)))
             _until(self._judged.is_set, 4 * self.grace + MOMENT)
@@ -89,7 +90,7 @@ class Watch:
             raise error
 
     def disagree(self) -> None:
-        """All ranks know that some collectives of theirs did not match."""
+        """Called on all ranks when some collectives did not match."""
         self.alarm(Alarm(self.rank, differ=True))
         _until(self._judged.is_set, 4 * self.grace + MOMENT)
         raise self._verdict or Mismatched(f"step {self.step}: collectives do not match")
@@ -115,7 +116,7 @@ class Watch:
         self._wake.set()
         self._unhook()
         for thread in self._threads:
-            thread.join(2 * self.interval)  # one that hangs in the store stays behind
+            thread.join(2 * self.interval)  # one that hangs in the store is left behind
 
     # the clock
 
@@ -137,7 +138,7 @@ class Watch:
                 return
 
     def _end(self) -> None:
-        """The main thread has a moment to raise the verdict itself."""
+        """End the process, unless the main thread raises the verdict in time."""
         if not _until(self._judged.is_set, 4 * self.grace + MOMENT):
             self._blame_keeper()
         if not _until(self._closed.is_set, self.grace + MOMENT):
@@ -145,7 +146,7 @@ class Watch:
             os._exit(EXIT_CODE)
 
     def _aborting(self, _: int) -> None:
-        """In a thread of gloo's, which ends the process when it is sent more than it expects. Not at once."""
+        """Called in a thread of gloo that aborts because it received too much. Delays the abort until others know."""
         self.alarm(Alarm(self.rank))
         _until(self._judged.is_set, 4 * self.grace)
         _until(lambda: False, MOMENT)
@@ -162,11 +163,11 @@ class Watch:
             print(f"error: {self._verdict}", file=sys.stderr, flush=True)
 
     def _blame_keeper(self) -> None:
-        """Without the store nothing can be known but this rank's own account."""
+        """The verdict if the store is lost, when only this rank's own account is known."""
         silent = "rank 0, which keeps the run's store, did not answer: stopped, dead or cut off"
         self._judge("stalled", "\n  ".join([f"step {self.step}: {silent}", *waits(self.rank, self._account())]))
 
-    # the store, which this thread alone asks: who does may have to wait for ever
+    # the store, which only this thread uses, because a request may hang
 
     def _listen(self) -> None:
         try:
@@ -176,7 +177,7 @@ class Watch:
                     self._answer()
                     return
         except RuntimeError:  # the store is gone
-            self._wake.wait()  # until somebody is missed
+            self._wake.wait()  # until a rank is missed
             self._blame_keeper()
 
     def _answer(self) -> None:
@@ -194,7 +195,7 @@ class Watch:
         if first.rank == self.rank:
             store.set(VERDICT, json.dumps(self._collect(first)))
         found = _until(lambda: store.check([VERDICT]), 2 * self.grace)
-        silent = "stalled", f"step {self.step}: rank {first.rank} raised the alarm and did not answer any more"
+        silent = "stalled", f"step {self.step}: rank {first.rank} raised the alarm, but does not answer any more"
         kind, text = json.loads(store.get(VERDICT)) if found else silent
         store.add(HEARD, 1)
         if self.rank == 0:  # the store may end with this process
@@ -202,7 +203,7 @@ class Watch:
         self._judge(kind, text, first.rank if found else None)
 
     def _collect(self, alarm: Alarm) -> tuple[str, str]:
-        """What all accounts say."""
+        """The verdict from all accounts."""
         store = self._store
         _until(lambda: store.add(ANSWERS, 0) == self.size, self.grace)
         ranks = [rank for rank in range(self.size) if store.check([f"watch/{rank}"])]
@@ -218,7 +219,7 @@ class Watch:
 
 @contextmanager
 def watched(rank: int, size: int, limit: float) -> Iterator[Watch | None]:
-    """A watch over the ranks of the default process group; none where a rank is alone or may stall for ever."""
+    """Watches the ranks of the default process group; yields None for a single rank or without a limit."""
     if size == 1 or not limit:
         yield None
         return
@@ -227,8 +228,8 @@ def watched(rank: int, size: int, limit: float) -> Iterator[Watch | None]:
 
 
 def whereabouts(silent: Collection[int | None]) -> str:
-    """The lines that this process's threads are in: the main one's and, where they run code of this package, others',
-    as autograd's do on a GPU. Those of PyTorch itself say nothing. Not of the `silent` threads."""
+    """The lines in which this process's threads are: the main one and others that run code of this package, such as
+    autograd's on a GPU. PyTorch's own frames and `silent` threads are left out."""
     names, main = {thread.ident: thread.name for thread in threading.enumerate()}, threading.main_thread().ident
     found = {}
     for thread, innermost in sys._current_frames().items():
@@ -251,8 +252,7 @@ def _is_torch(frame: FrameType) -> bool:
 
 
 def _until(done: Callable[[], bool], seconds: float) -> bool:
-    """Whether it is done within so many seconds. Time for which this process got no processor counts little: were we
-    held up, so were the others."""
+    """Whether it is done within `seconds`. Time without a processor counts little: other ranks were held up too."""
     left, tick = seconds, time.monotonic()
     while not done():
         if left <= 0:
@@ -264,7 +264,7 @@ def _until(done: Callable[[], bool], seconds: float) -> bool:
 
 
 def _before_abort(call: Callable[[int], None]) -> Callable[[], None]:
-    """Have it called, by whichever thread aborts the process, before that ends. The result undoes it."""
+    """Have `call` called, in any thread that aborts, before the process ends. The returned function undoes it."""
     libc, handler = ctypes.CDLL(None), ctypes.CFUNCTYPE(None, ctypes.c_int)(call)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     before = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))

@@ -72,7 +72,9 @@ def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Call
         killed.kill()  # and its ranks end with it
         killed.wait()
     log = log_of(folder / "killed")
-    resumed = [int(step or 0) for step in re.findall(r"start again, (?:after step (\d+)|from the beginning)", log)]
+    resumed = [
+        int(step or 0) for step in re.findall(r"restarting all ranks (?:after step (\d+)|from the beginning)", log)
+    ]
     if killed.returncode or len(resumed) != kills:
         raise RuntimeError(f"exit code {killed.returncode} after {len(resumed)} restarts of {kills}: {log}")
     before = Kill("", 0)

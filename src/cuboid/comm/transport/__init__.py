@@ -23,12 +23,12 @@ def transport_over(
     small: bool = False,
     device: torch.device | None = None,
 ) -> Transport:
-    """The transport of the group's backend for the device, the CPU unless given; of one not listed, that backend's own
+    """The transport of the group's backend for the device (default: the CPU); for a backend that is not listed, its own
     collectives.
 
     The group is spread over `hosts`, with `per_host` ranks on each (0: different numbers). `new_group` makes another
-    group of the same ranks, and is given where such groups go between hosts. `small`: many small messages are sent.
-    INVARIANT: `new_group` and `small` are alike on all ranks, because making a group is collective.
+    group of the same ranks; given if lines of such ranks go between hosts. `small`: many small messages will be sent.
+    INVARIANT: `new_group` and `small` are the same on all ranks, because making a group is collective.
     """
     return TRANSPORTS.get(backend_of(group, device or torch.device("cpu")), Transport)(
         group, hosts, per_host, new_group, small

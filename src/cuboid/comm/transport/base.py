@@ -23,48 +23,48 @@ NewGroup = Callable[[], ProcessGroup]
 
 
 class Transport:
-    """Over one group, as one rank sees it: `transport_over` says what it is given. `wire` is what launches:
+    """Sends over one group, as one rank sees it; for the arguments see `transport_over`. `wire` launches messages:
     torch.distributed, or something with the same functions that sends nothing."""
 
-    least_alone = 1 << 19  # bytes: below them a message of its own costs more than a copy, as measured on gloo
+    least_alone = 1 << 19  # bytes: smaller tensors are packed, since a message costs more than a copy (on gloo)
 
     def __init__(
         self, group: ProcessGroup, hosts: int, per_host: int, new_group: NewGroup | None, small: bool, wire: Any = dist
     ) -> None:
         self.group, self.size, self.index, self.wire = group, group.size(), group.rank(), wire
-        self._own_stays = self.size == 2  # a rank's own part of a sum is not sent to itself
+        self._own_stays = self.size == 2  # a rank does not send its own summand to itself
 
     def all_gather(self, x: Tensor, whole: Tensor) -> Works:
-        """x [r, ...] of every rank, into whole [p·r, ...]."""
+        """Gathers x [r, ...] of every rank into whole [p·r, ...]."""
         return [self.wire.all_gather_single(whole, x, group=self.group, async_op=True)]
 
     def all_gather_each(self, xs: Sequence[Tensor], wholes: Sequence[Tensor]) -> Works:
-        """Of several tensors, each into its own."""
+        """Gathers several tensors, each into its own output."""
         return [work for x, whole in zip(xs, wholes, strict=True) for work in self.all_gather(x, whole)]
 
     def all_reduce(self, total: Tensor) -> Works:
-        """The sum, in place."""
+        """Sums in place."""
         return [self.wire.all_reduce(total, group=self.group, async_op=True)]
 
     def broadcast(self, block: Tensor, source: int, wait: Wait) -> tuple[Works, Result]:
-        """The block of rank `source`; the memory of the others' may be used for it."""
+        """The block of rank `source`; other ranks' blocks may be overwritten."""
         work = self.wire.broadcast(block, group=self.group, group_src=source, async_op=True)
         return [work], lambda: block
 
     def reduce(self, x: Tensor, target: int, wait: Wait) -> tuple[Works, Result]:
-        """The sum, on rank `target`; on the others something of no use. The memory of x is used up."""
+        """The sum on rank `target`, something undefined on the others. The memory of x is reused."""
         return [self.wire.reduce(x, group=self.group, group_dst=target, async_op=True)], lambda: x
 
     def shift(self, x: Tensor, other: Tensor, by: int) -> Work:
-        """x [n] to the rank `by` places further, the first behind the last; into other [n] what comes so."""
+        """Sends x [n] to the rank `by` places further, cyclically, and receives other [n]."""
         there, here = [0] * self.size, [0] * self.size
         there[(self.index + by) % self.size] = here[(self.index - by) % self.size] = x.numel()
         return cast(Work, self.wire.all_to_all_single(other, x, here, there, group=self.group, async_op=True))
 
     def reduce_scatter(self, xs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Works, Result]:
-        """Of each x [p·r, ...] the sum of this rank's parts, in `dtype`, flat and concatenated.
+        """For each x [p·r, ...] this rank's shard of the sum, in `dtype`, flat and concatenated.
 
-        An all-to-all followed by a local sum moves the least and lets us choose the sum's precision: fp32 or better.
+        An all-to-all followed by a local sum sends the least and lets us sum in fp32 or better.
         """
         like, p, i, lengths = xs[0], self.size, self.index, [x.numel() // self.size for x in xs]
         wide, rows = torch.promote_types(like.dtype, torch.float32), p - self._own_stays
@@ -85,7 +85,7 @@ class Transport:
         return works, land
 
     def _exchange(self, x: Tensor, received: Tensor) -> tuple[Works, Sequence[Tensor]]:
-        """Of x [p, n] a row to each rank; theirs for this one, by rank."""
+        """Sends a row of x [p, n] to each rank; returns the rows that they send here, by rank."""
         if self._own_stays:
             (first, second), row = x.unbind(), received.view(-1)
             if self.index:
@@ -94,27 +94,27 @@ class Transport:
         return [self.wire.all_to_all_single(received, x, group=self.group, async_op=True)], received.unbind()
 
     def stamp(self, works: Works, span: Span, listed: bool) -> Stamps | None:
-        """Have it noted when the works land; `listed`: the span itself will be read."""
+        """Record when the works land. `listed`: the span itself will be read."""
         return None
 
-    # Outside the steps: they return when they are done
+    # Outside of steps: these block
 
     def from_first(self, value: Any) -> Any:
-        """What the first rank has."""
+        """The first rank's value."""
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def from_all(self, value: Any) -> list[Any]:
-        """What every rank has."""
+        """All ranks' values."""
         box = [None] * self.size
         dist.all_gather_object(box, value, group=self.group)
         return box
 
 
 def add(parts: Sequence[Tensor], total: Tensor | None = None) -> Tensor:
-    """The sum in fp32 or better, first to last whatever the shape: `torch.sum` adds in another order at a tensor's end,
-    and ranks that hold the same value at different places would then disagree about its last bit."""
+    """The sum in fp32 or better, first to last. `torch.sum` adds in another order at a tensor's end, so that ranks
+    which hold the same value at different offsets would disagree in its last bit."""
     first, second, *rest = parts
     total = torch.add(first.to(torch.promote_types(first.dtype, torch.float32)), second, out=total)
     for part in rest:

@@ -1,7 +1,7 @@
-"""The fake backend: collectives are called as on gloo or NCCL, and none sends anything.
+"""The fake backend: collectives are called as on gloo or NCCL, but nothing is sent.
 
-As there, a message's memory is held until it is awaited, and let go then, not when a thread of the backend comes to it:
-what a step calls, computes and allocates is the same on any machine. Values are of no use.
+A message's memory is held until it is awaited, and released then, not when a thread of the backend lets go of it. So
+what a step calls, computes and allocates is the same on any machine. Values are meaningless.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class _Held:
         return True
 
     def get_future(self) -> Future[None]:
-        """Of what takes no time."""
+        """A future that is done."""
         future = Future[None]()
         future.set_result(None)
         return future
@@ -50,7 +50,7 @@ class _Held:
 
 class _FakeNccl(Nccl):
     def _launch_all(self, launch: Any, outs: Any, xs: Any, device: Any) -> Any:
-        """One after another: of what is launched together PyTorch does not know the shapes."""
+        """Launch one after another: PyTorch's fake backend does not know the shapes of coalesced launches."""
         return SimpleNamespace(works=[launch(out, x) for out, x in zip(outs, xs, strict=True)])
 
 
@@ -62,8 +62,8 @@ FAKES: dict[str, Callable[..., Transport]] = {
 
 
 def join_silent_world(rank: int, size: int, backend: str = "gloo") -> None:
-    """Be one rank of a world in which collectives are called as on `backend`, gloo or nccl, and nothing is sent. For a
-    process that does nothing else."""
+    """Make this process one rank of a world that calls collectives as on `backend`, gloo or nccl, but sends nothing.
+    The process can join no other world."""
     name = f"fake_{backend}"
     assert name in FAKES, f"{backend} has no fake"
     dist.Backend.register_backend(name, _create_fake_pg, extended_api=True, devices=["cpu", "cuda"])

@@ -1,16 +1,16 @@
-"""gloo. Its own collectives are not always the best of what it can do.
+"""gloo. Its own collectives are not always the fastest way to use it.
 
-* Its connection of two ranks carries one message at a time, either way. So between hosts, where time is the link's,
-  what goes to lower ranks has a group of its own, and small messages have one where there are many.
-* Its all_gather is a ring of p-1 turns that copies everything once more at its end. Between hosts that keeps every link
-  busy, and what it sends leaves a host once. Inside one, sent from each rank to each, the same bytes take half the CPU
-  time: small ones as copies in one all-to-all, large ones as they are, a place further at a time.
-* Its reduce_scatter is an all-reduce inside and moves twice the bytes: `Transport.reduce_scatter` moves the least.
-* Its reduce moves 1 + 1/p times the least, but no rank has to take in everyone's tensor alone.
-* Its broadcast and reduce do not know of hosts: of a row of eight ranks on two hosts a broadcast crosses between them
-  up to five times. Where hosts have several ranks each, one of them, the head, takes what comes from another host and
-  hands it on, or sums what its host has and sends that: to each host everything crosses once.
-* It calls back when a message has landed, and the thread that does can stamp the clock.
+* A connection of two ranks carries one message at a time, in either direction. So between hosts, where the link takes
+  the time, messages to lower ranks have their own group, and so do small messages if there are many.
+* Its all_gather is a ring of p-1 rounds with one more copy at the end. Between hosts that keeps every link busy, and
+  each byte leaves a host once. Inside a host, direct messages take half the CPU time for the same bytes: small ones as
+  copies in one all-to-all, large ones rank by rank.
+* Its reduce_scatter is an all-reduce inside and sends twice the bytes: `Transport.reduce_scatter` sends the least. *
+Its reduce sends 1 + 1/p times the least, but no rank must receive all tensors alone. * Its broadcast and reduce ignore
+hosts: over eight ranks on two hosts a broadcast crosses between them up to five times.
+  Where hosts have several ranks each, one of them, the head, receives from other hosts and passes on inside its own, or
+  sums inside its own and sends the sum. So everything crosses to each host once.
+* It calls back when a message has landed, in a thread that can read the clock.
 """
 
 import time
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup, Work
 from cuboid.comm.ledger import Span
 from cuboid.comm.transport.base import NewGroup, Result, Transport, Wait, Works, add
 
-SMALL = 1 << 16  # bytes: up to them a message takes longer to wait for others than to be sent
+SMALL = 1 << 16  # bytes: smaller messages wait longer for others than sending takes
 
 
 class Gloo(Transport):
@@ -32,7 +32,7 @@ class Gloo(Transport):
         self, group: ProcessGroup, hosts: int, per_host: int, new_group: NewGroup | None, small: bool, wire: Any = dist
     ) -> None:
         super().__init__(group, hosts, per_host, new_group, small, wire)
-        self.back = new_group() if new_group else None  # for what goes from higher ranks to lower
+        self.back = new_group() if new_group else None  # for messages from higher ranks to lower
         self.aside = new_group() if new_group and small else None  # for small messages
         self.mates = per_host if self.back and 1 < per_host < self.size else 1  # ranks of a host that share messages
         self._ring = hosts > 1 and self.size > 2
@@ -74,8 +74,8 @@ class Gloo(Transport):
         return self._swap(x[i + 1 :], below, x[:i], above), [*below, x[i], *above]
 
     def _swap(self, up: Tensor, below: Tensor, down: Tensor, above: Tensor) -> Works:
-        """A row of `up` to each rank after this one, of `down` to each before it; `below` and `above` are what these
-        send. Each way has a group of its own."""
+        """Sends a row of `up` to each rank after this one and of `down` to each before it; receives `below` from ranks
+        before it and `above` from ranks after it. Each direction has its own group."""
         i, n, p = self.index, up.shape[1], self.size
         lower, upper = [n] * i + [0] * (p - i), [0] * (i + 1) + [n] * (p - 1 - i)
         send = self.wire.all_to_all_single
@@ -85,7 +85,7 @@ class Gloo(Transport):
         ]
 
     def broadcast(self, block: Tensor, source: int, wait: Wait) -> tuple[Works, Result]:
-        """By hosts, the second of two messages is sent where the first is awaited: ranks must wait in one order."""
+        """By hosts, `wait` for the first message sends the second. INVARIANT: ranks wait in the same order."""
         if self.mates == 1:
             return super().broadcast(block, source, wait)
         head, heads, others = self._heads(source)
@@ -101,7 +101,7 @@ class Gloo(Transport):
         return [work], hand_on
 
     def reduce(self, x: Tensor, target: int, wait: Wait) -> tuple[Works, Result]:
-        """By hosts, it waits for the sum of its own host before it returns. Sums of one host go the way back."""
+        """By hosts, it waits for its own host's sum before it returns. Without hosts it uses the group `back`."""
         if self.mates == 1:
             group = self.back or self.group
             return [self.wire.reduce(x, group=group, group_dst=target, async_op=True)], lambda: x
@@ -112,19 +112,18 @@ class Gloo(Transport):
         total = add([x, *rows.view(-1, *x.shape)]) if is_head else x
         work, sums = self._messages(total, [target] if self.index in heads else [], heads if last else [])
         if not last:
-            return [], lambda: x  # who only sends does not wait for it
+            return [], lambda: x  # a rank that only sends does not wait
         return [work], lambda: add([total, *sums.view(-1, *x.shape)])
 
     def _heads(self, one: int) -> tuple[int, list[int], list[int]]:
-        """For what comes from or goes to rank `one`: the head of this rank's host, those of the hosts that `one` is not
-        on, and the other ranks of this host. A head has the place on its host that `one` has on its own, so that all
-        take turns."""
+        """For messages from or to rank `one`: the head of this rank's host, the heads of hosts other than `one`'s, and
+        the other ranks of this host. A head has the same place on its host as `one`, so that ranks share the work."""
         start, place = self.index // self.mates * self.mates, one % self.mates
         heads = [i for i in range(place, self.size, self.mates) if i != one]
         return start + place, heads, [i for i in range(start, start + self.mates) if i != start + place]
 
     def _messages(self, x: Tensor, to: Sequence[int], by: Sequence[int]) -> tuple[Work, Tensor]:
-        """x to each of the ranks `to`, and a row from each of the ranks `by`."""
+        """Sends x to each of the ranks `to`, and receives a row from each of the ranks `by`."""
         rows = x.new_empty((len(by), x.numel()))
         there, here = ([x.numel() * (i in ranks) for i in range(self.size)] for ranks in (to, by))
         sent = x.view(-1).repeat(len(to))

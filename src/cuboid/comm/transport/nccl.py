@@ -1,8 +1,8 @@
-"""NCCL. Its own collectives are the best there are, but it adds bf16 to bf16, and each call is a kernel to launch: the
-messages of one collective are launched together.
+"""NCCL. Its own collectives are fast, but it adds bf16 in bf16, and each call launches a kernel. So the messages of one
+collective are launched together.
 
-A GPU's `wait` only makes its stream wait. So events are recorded on the stream and read when the ledger is; of most
-collectives none are, and those that are timed stand for the others.
+On a GPU `wait` only makes the stream wait. So events are recorded on the stream and read with the ledger, for a sample
+of the collectives that stands for all.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from cuboid.comm.transport.base import Result, Transport, Works
 from cuboid.device import Stamps, any_gpu
 from cuboid.fuse import fuse_on
 
-TIMED = 7  # of so many collectives of a kind one is timed: a prime, so that it is not the same one of every layer
+TIMED = 7  # one of every 7 collectives of a kind is timed; prime, so that it is not the same one in every layer
 
 
 class Nccl(Transport):
@@ -26,13 +26,13 @@ class Nccl(Transport):
         return self._together(partial(self.wire.all_gather_single, group=self.group, async_op=True), wholes, xs, None)
 
     def reduce_scatter(self, xs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Works, Result]:
-        """NCCL's own in fp32 or better; for low precision an all-to-all and a local sum."""
+        """NCCL's own in fp32 or better; in low precision an all-to-all and a local sum."""
         like, p, lengths = xs[0], self.size, [x.numel() // self.size for x in xs]
         if torch.promote_types(like.dtype, torch.float32) == like.dtype:
             mine = like.new_empty(sum(lengths))
             scatter = partial(self.wire.reduce_scatter_single, group=self.group, async_op=True)
             return self._together(scatter, mine.split(lengths), [x.view(-1) for x in xs], None), lambda: mine.to(dtype)
-        if p == 2:  # a rank's own part stays
+        if p == 2:  # a rank's own half stays
             received = like.new_empty(sum(lengths))
             rows, halves = received.split(lengths), [x.view(2, -1) for x in xs]
             works = self._together(
@@ -61,7 +61,7 @@ class Nccl(Transport):
     def _together(
         self, launch: Callable[[Any, Any], Any], outs: Sequence[Any], xs: Sequence[Any], device: torch.device | None
     ) -> Works:
-        """One launch of NCCL's for several messages. Without a `device` PyTorch has one call for all of them."""
+        """One launch of NCCL for several messages. Without `device` PyTorch has one call for all of them."""
         if len(xs) == 1:
             return [launch(outs[0], xs[0])]
         return self._launch_all(launch, outs, xs, device).works

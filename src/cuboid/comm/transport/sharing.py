@@ -1,7 +1,7 @@
-"""gloo's groups on one device. A device of gloo's is a thread that looks for messages a hundred times a second, used or
-not, and torch makes one for each group. Where many ranks share a core, the groups of a mesh share one. Elsewhere that
-costs: on eight hosts a step took 3% longer. A shared device connects all ranks of a group at once, where one that
-serves a single group connects them on demand; so groups of many ranks have a device of their own.
+"""gloo's groups on a shared device. A device of gloo is a thread that looks for messages a hundred times per second,
+used or not, and torch makes one per group. Where many ranks share a core, the groups of a mesh share one device.
+Elsewhere that costs: on eight hosts a step took 3% longer. A shared device connects all ranks of a group at once,
+others connect ranks on demand; so large groups have their own device.
 """
 
 import ctypes
@@ -16,17 +16,17 @@ import torch.distributed as dist
 SHARED = "shared_gloo"
 PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
 SLACK = 40_000_000  # nanoseconds
-MOST = 16  # ranks of a group that shares: its connections are as many squared
+MOST = 16  # most ranks of a group that shares: connections grow with the square
 
 
 class Sharing:
-    """The device that groups of this process share, from the first of them on, if they are to `share` one."""
+    """The device that groups of this process share, if `share`; made for the first of them."""
 
     def __init__(self, share: bool) -> None:
         self._share, self._devices = share, list[Any]()
 
     def options(self, world: Any, size: int, timeout: timedelta | None) -> dict[str, Any]:
-        """What to ask `torch.distributed` for, given the world's backend, for groups of `size` ranks."""
+        """Options for `torch.distributed` to make groups of `size` ranks, given the world's backend."""
         gloo = dist.is_gloo_available() and isinstance(world, dist.ProcessGroupGloo)
         if not gloo or not self._share or size > MOST:
             return {"timeout": timeout}
@@ -45,7 +45,7 @@ class Sharing:
 
 
 def _devices() -> list[Any]:
-    """Of the interfaces that gloo is told to use, or of its own choice."""
+    """Devices of the interfaces that gloo is told to use, or of its default."""
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interfaces:
         return [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
@@ -54,8 +54,8 @@ def _devices() -> list[Any]:
 
 @contextmanager
 def late_timers() -> Iterator[None]:
-    """Threads that start within it wake up later than they ask for, by up to `SLACK`. gloo's ask for it every 10 ms,
-    though a message wakes them at once."""
+    """Threads that start inside wake up to `SLACK` later than they ask for. gloo's ask every 10 ms, but a message wakes
+    them at once."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
     if prctl is None:
         yield
