@@ -45,6 +45,16 @@ def test_auto_precision_of_plans_is_the_hardwares() -> None:
     }
 
 
+def test_auto_precision_of_a_planned_toml_is_the_hardwares(cuboid: Cuboid, tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[cuboid]\nz = 1\n")
+    for hardware, dtype in (("h100-ndr", "bf16"), ("cpu", "fp32")):
+        said = cuboid("plan", file, "--hardware", hardware, "--json")
+        assert said.code == 0, said.err
+        assert json.loads(said.out)["dtype"] == dtype
+        assert f"precision.dtype={dtype}" in json.loads(said.out)["train"]
+
+
 def test_preflight_plans_a_gpu_in_bf16() -> None:
     def kept(gpu: bool, *more: str) -> int:
         return preflight.need(load(None, more), apart=True, gpu=gpu).by_kind["activations"]

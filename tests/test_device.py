@@ -23,7 +23,7 @@ from cuboid.train import writer
 from cuboid.train.checkpoint import tensors
 from cuboid.train.config import TrainConfig
 from cuboid.train.garbage import EVERY, collected_by_hand
-from cuboid.train.loop import Trainer
+from cuboid.train.loop import Trainer, run_on_rank
 from cuboid.train.writer import Writer
 
 GPU = torch.device("cuda", 0)
@@ -215,6 +215,27 @@ def garbage(world: World, config: TrainConfig) -> int:
 def test_step_leaves_no_garbage_to_collect(tmp_path: Path, pool) -> None:
     more = "model.dropout=0.1", "memory.recompute=full", "data.micro_batches=2"
     assert pool(2).run(garbage, tiny(write_text(tmp_path), *on("1,2,1"), *more)) == [0, 0]
+
+
+def collecting(world: World, config: TrainConfig, folder: Path) -> list[bool]:
+    """Whether Python collects garbage by itself in each step of a run, and after it."""
+    seen, step = list[bool](), Trainer.step
+
+    def spied(trainer: Trainer, stop: bool = False) -> Any:
+        seen.append(gc.isenabled())
+        return step(trainer, stop)
+
+    Trainer.step = spied  # type: ignore[method-assign]
+    try:
+        run_on_rank(world, config, folder, None, trace=0, force=True)
+    finally:
+        Trainer.step = step  # type: ignore[method-assign]
+    return [*seen, gc.isenabled()]
+
+
+def test_run_collects_garbage_by_hand(tmp_path: Path, pool) -> None:
+    config = tiny(write_text(tmp_path), *on("1,1,1"), "schedule.steps=2", "schedule.warmup=0")
+    assert pool(1).run(collecting, config, tmp_path / "run") == [[False, False, True]]
 
 
 def test_garbage_is_collected_in_the_same_steps_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
