@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from cuboid.bench.bare import Sent, bare, messages
 from cuboid.bench.bound import product_words, regime, step_bytes
-from cuboid.bench.contestant import Contestant, every, possible, scaling
 from cuboid.bench.cpu import Lean
+from cuboid.bench.layouts import Layout, every, possible, scaling
 from cuboid.bench.network import best, egress, feasible
 from cuboid.bench.overlap import Found
 from cuboid.bench.problem import Problem
@@ -69,8 +69,8 @@ def test_bound_cuboid_traffic_is_over_two_thirds() -> None:
         for ranks in (2, 4, 8, 16, 64):
             bound = bound_of_shared_gathers(problem, ranks)
             assert bound <= step_bytes(problem, ranks)
-            for contestant in (Contestant("cuboid", shape, False) for shape in feasible(problem, ranks)):
-                found.append(sum(contestant.cost(problem, 0).bytes().values()) / bound)
+            for layout in (Layout("cuboid", shape, False) for shape in feasible(problem, ranks)):
+                found.append(sum(layout.cost(problem, 0).bytes().values()) / bound)
         least[policy.activations, policy.weights] = min(found)
     assert min(least.values()) > 2 / 3
     assert least["retain", "retain"] < 0.7  # on 2,1,1 weights alone move, twice: nothing but the embedding is above
@@ -101,16 +101,16 @@ def test_egress_matches_hand_computed_bytes() -> None:
 def test_best_cuboid_minimizes_egress_between_hosts() -> None:
     found = best(PROBLEM, 8, 4)
     assert found.ranks == 8
-    assert egress(Contestant("cuboid", found).cost(PROBLEM, 0).traffic, found, 4) == min(
-        egress(Contestant("cuboid", shape).cost(PROBLEM, 0).traffic, shape, 4)
-        for contestant in every(PROBLEM, 8)
-        if contestant.way == "cuboid"
-        for shape in [contestant.shape]
+    assert egress(Layout("cuboid", found).cost(PROBLEM, 0).traffic, found, 4) == min(
+        egress(Layout("cuboid", shape).cost(PROBLEM, 0).traffic, shape, 4)
+        for layout in every(PROBLEM, 8)
+        if layout.way == "cuboid"
+        for shape in [layout.shape]
     )
     assert best(PROBLEM, 8, 4, flat=True).z == 1
 
 
-def test_contestant_lists_feasible_layouts_with_reasons_for_rest() -> None:
+def test_layout_lists_feasible_layouts_with_reasons_for_rest() -> None:
     names = {ranks: [c.way for c in scaling(PROBLEM, ranks, 4)] for ranks in (8, 16)}
     assert "2-D" in names[16]
     assert "cube" in names[8]
@@ -134,7 +134,7 @@ def test_count_matches_cost_formula_for_every_layout(way: str, pool: Pools) -> N
     counts = pool(8).run(count, chosen, PROBLEM)
     assert all(each.traffic == each.predicted for each in counts)
     assert counts[0].traffic
-    serial = pool(1).run(count, Contestant("cuboid", Cuboid()), PROBLEM)[0]
+    serial = pool(1).run(count, Layout("cuboid", Cuboid()), PROBLEM)[0]
     assert counts[0].loss == pytest.approx(serial.loss, rel=1e-5)
     assert serial.parameters / 8 <= counts[0].parameters < serial.parameters
     assert counts[0].parameters * 3 < counts[0].peak < serial.peak
@@ -142,7 +142,7 @@ def test_count_matches_cost_formula_for_every_layout(way: str, pool: Pools) -> N
 
 
 def test_turn_times_every_step(pool: Pools) -> None:
-    chosen = Contestant("cuboid", Cuboid(2, 2, 1))
+    chosen = Layout("cuboid", Cuboid(2, 2, 1))
     times = pool(4).run(turn, chosen, PROBLEM, 2, True)
     assert [len(each) for each in times] == [2] * 4
     assert all(each.forward > 0 and each.backward > 0 and each.optimizer > 0 for each in times[0])
@@ -153,7 +153,7 @@ def test_turn_times_every_step(pool: Pools) -> None:
 @namespaces.needed
 def test_turn_bytes_between_hosts_match_egress() -> None:
     big = Problem(MODEL.replace(hidden=256, ffn=1024, head_dim=32), 8, 64)
-    chosen = Contestant("cuboid", Cuboid(2, 2, 2))
+    chosen = Layout("cuboid", Cuboid(2, 2, 2))
     with Cluster(2, "10gbit", 4) as cluster, Pool(8, cluster) as pool:
         times = pool.run(turn, chosen, big, 1, False)
     wanted = egress(chosen.cost(big, 0).traffic, chosen.shape, 4)
@@ -172,7 +172,7 @@ def test_bench_cli_layouts_writes_results_and_plots(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "Bytes equal the formula's." in done.output
     found = json.loads((out / "layouts.json").read_text())
-    rows = {row["contestant"]: row for row in found["rows"]}
+    rows = {row["layout"]: row for row in found["rows"]}
     assert rows.keys() == {*names, "1-D+SP"}
     assert all(row["bytes_equal_formula"] and len(row["samples"]) == 2 for row in rows.values())
     losses = [row["loss"] for row in rows.values()]
@@ -229,14 +229,14 @@ def test_overlap_found_derives_figures_from_samples() -> None:
     assert (beside.beside, beside.beside_cells()) == ((4.0, 0.25), ["4.00", "25%"])
 
 
-def test_contestant_beside_sends_bytes_of_all_micro_batches(pool: Pools) -> None:
-    chosen, problem = Contestant("cuboid", Cuboid(1, 2, 2), beside=True), replace(PROBLEM, micro_batches=2)
+def test_layout_beside_sends_bytes_of_all_micro_batches(pool: Pools) -> None:
+    chosen, problem = Layout("cuboid", Cuboid(1, 2, 2), beside=True), replace(PROBLEM, micro_batches=2)
     sent = pool(4).run(messages, chosen, problem)[0]
     assert sum(each.bytes for each in sent if each.axis == "z") == 2 * chosen.cost(PROBLEM, 0).bytes()["z"]
 
 
 def test_bare_collectives_send_bytes_of_step(pool: Pools) -> None:
-    chosen = Contestant("cuboid", Cuboid(2, 2, 2))
+    chosen = Layout("cuboid", Cuboid(2, 2, 2))
     sent = pool(8).run(messages, chosen, PROBLEM)
     assert len(pool(8).run(bare, chosen.shape, sent)[0]) == 2
     counts = chosen.cost(PROBLEM, 0).bytes()

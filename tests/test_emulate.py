@@ -10,8 +10,8 @@ import torch
 from tiny import Cuboid as Command
 from tiny import on, sets, settings, write_text
 
-from cuboid.bench.contestant import Contestant, every
 from cuboid.bench.emulation import Pair
+from cuboid.bench.layouts import Layout, every
 from cuboid.bench.plot import draw_pairs
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Spread
@@ -187,7 +187,7 @@ def test_count_on_emulated_devices_matches_cost_formula(way: str, pool: Pools) -
 @pytest.mark.parametrize("way", ["cuboid", "native"])
 def test_turn_on_emulated_devices_times_work_that_is_not_done(way: Any, pool: Pools) -> None:
     slow = parse("fp32=1e8,stream=1e8,rank1=1.0")
-    (one,), (other,) = pool(2).run(turn, Contestant(way, Cuboid(2, 1, 1)), PROBLEM, 1, False, slow)
+    (one,), (other,) = pool(2).run(turn, Layout(way, Cuboid(2, 1, 1)), PROBLEM, 1, False, slow)
     assert other.busy == pytest.approx(2 * one.busy)  # the slower rank
     assert one.step >= one.exposed > 0  # it waits for the slower one
     for found in (one, other):

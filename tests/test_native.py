@@ -1,4 +1,4 @@
-"""The native contestant is our serial model, step by step, and sends what its formula says."""
+"""The native layout is our serial model, step by step, and sends what its formula says."""
 
 from collections.abc import Callable
 from typing import NamedTuple

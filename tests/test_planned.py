@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuboid.bench.contestant import Contestant, Way, every, possible, scaling
+from cuboid.bench.layouts import Layout, Way, every, possible, scaling
 from cuboid.bench.planned import planned_seconds, played_seconds
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Row
@@ -58,20 +58,20 @@ def test_rooted_seconds_tell_the_mean_of_links_from_the_roots_own(
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_played_step_of_cuboid_is_what_cuboid_plan_says(ranks: int) -> None:
     """The same figures by two ways: the planner's own account of a step, and the model's code."""
-    ours = [contestant for contestant in scaling(LARGE, ranks, 4) if contestant.cuboidal]
+    ours = [layout for layout in scaling(LARGE, ranks, 4) if layout.cuboidal]
     assert ours
-    for contestant in ours:
-        played, planned = (f(PAPER.hardware, contestant, LARGE) for f in (played_seconds, planned_seconds))
-        assert played == pytest.approx(planned, rel=0.1), contestant.name
+    for layout in ours:
+        played, planned = (f(PAPER.hardware, layout, LARGE) for f in (played_seconds, planned_seconds))
+        assert played == pytest.approx(planned, rel=0.1), layout.name
 
 
 def test_every_layout_on_emulated_devices_has_a_planned_step() -> None:
-    contestants, _ = possible([*every(PROBLEM, 4, emulated=True), *scaling(PROBLEM, 64, 4)], PROBLEM)
+    layouts, _ = possible([*every(PROBLEM, 4, emulated=True), *scaling(PROBLEM, 64, 4)], PROBLEM)
     ways: dict[Way, float] = {}
-    for contestant in {each.way: each for each in contestants}.values():
-        row = Row(contestant, PROBLEM, contestant.shape.ranks, "", 0.0, [], PAPER)
-        assert row.planned is not None, contestant.name
-        ways[contestant.way] = row.planned
+    for layout in {each.way: each for each in layouts}.values():
+        row = Row(layout, PROBLEM, layout.shape.ranks, "", 0.0, [], PAPER)
+        assert row.planned is not None, layout.name
+        ways[layout.way] = row.planned
     assert ways.keys() >= {"1-D", "1-D+SP", "2-D", "2-D ideal", "2.5-D", "FSDP×TP", "cube", "native", "native ideal"}
     assert all(seconds > 0 for seconds in ways.values())
 
@@ -79,13 +79,13 @@ def test_every_layout_on_emulated_devices_has_a_planned_step() -> None:
 @pytest.mark.parametrize(("way", "shape"), [("1-D", Cuboid(1, 8, 1)), ("2-D", Cuboid(1, 4, 4))])
 def test_played_step_lasts_longer_over_slower_links(way: Way, shape: Cuboid) -> None:
     """Compute takes next to no time here, so that all of a step is the links'."""
-    one, other = (played_seconds(machine(2e4, bytes_), Contestant(way, shape), PROBLEM) for bytes_ in (1e4, 2e4))
+    one, other = (played_seconds(machine(2e4, bytes_), Layout(way, shape), PROBLEM) for bytes_ in (1e4, 2e4))
     assert one > 1.4 * other
 
 
 def not_awaited(world: World, way: Way) -> tuple[int, int]:
     """How many collectives a step of PyTorch's own launches, and how many are never waited for."""
-    runner = Contestant(way, Cuboid(2, 4, 1)).runner(PROBLEM, world)
+    runner = Layout(way, Cuboid(2, 4, 1)).runner(PROBLEM, world)
     with Emulated(Device(PAPER.hardware)) as device, device.rehearsal(), runner.counted():
         runner.ledger.spans = spans = []
         take_step(runner, PROBLEM, PROBLEM.seq)

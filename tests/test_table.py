@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from cuboid.bench.contestant import Contestant, every, possible, scaling
+from cuboid.bench.layouts import Layout, every, possible, scaling
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Result, Row
 from cuboid.bench.table import show
@@ -20,7 +20,7 @@ PROBLEM = Problem(ModelConfig("gpt2", layers=1, hidden=256, heads=64, vocab=512,
 
 
 def row(
-    contestant: Contestant, slow: SlowMotion | None = PAPER, cpu: float = 0.1, quick: bool = False, rate: str = "8mbit"
+    layout: Layout, slow: SlowMotion | None = PAPER, cpu: float = 0.1, quick: bool = False, rate: str = "8mbit"
 ) -> Row:
     """Of steps of 0.1234 and 0.1266 s of which the ranks' own work takes so much of the cores' time."""
     sample = {
@@ -33,7 +33,7 @@ def row(
     }
     sample |= {"crossed": 123_456_789, "inside": 123_456_789, "network": 0.987, "late": 0.0}
     sample["cpu"] = cpu * (os.cpu_count() or 1) * sample["step"]
-    found = Row(contestant, PROBLEM, contestant.shape.ranks, rate, 8e6, [], slow, quick)
+    found = Row(layout, PROBLEM, layout.shape.ranks, rate, 8e6, [], slow, quick)
     found.counts = [Count(None, {"x": {"all_gather": (1, 123_456_789)}}, {}, 10**12, 123_456_789, 123_456_789)]
     found.samples = [sample, {**sample, "step": 0.1266}]
     found.__dict__["planned"] = 0.12345  # rather than to work it out
@@ -47,20 +47,20 @@ def shown(rows: list[Row]) -> str:
 
 
 def test_tables_of_pytorchs_own_alone_fit_too() -> None:
-    text = shown([row(Contestant("native ideal", Cuboid(64, 1, 1))), row(Contestant("native", Cuboid(1, 64, 1)))])
+    text = shown([row(Layout("native ideal", Cuboid(64, 1, 1))), row(Layout("native", Cuboid(1, 64, 1)))])
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
 
 
 @pytest.mark.parametrize("slow", [PAPER, None], ids=["emulated", "real"])
 def test_tables_of_64_ranks_fit_into_80_columns(slow: SlowMotion | None) -> None:
-    contestants, _ = possible([*every(PROBLEM, 64, slow is not None), *scaling(PROBLEM, 64, 4)], PROBLEM)
-    contestants.append(Contestant("cuboid", Cuboid(16, 2, 2, order=("replicas", "z", "x", "y"))))
-    text = shown([row(contestant, slow) for contestant in contestants])
+    layouts, _ = possible([*every(PROBLEM, 64, slow is not None), *scaling(PROBLEM, 64, 4)], PROBLEM)
+    layouts.append(Layout("cuboid", Cuboid(16, 2, 2, order=("replicas", "z", "x", "y"))))
+    text = shown([row(layout, slow) for layout in layouts])
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    for contestant in contestants:
-        assert text.count(f"{contestant.name} ") >= 2, contestant.name  # in each table
+    for layout in layouts:
+        assert text.count(f"{layout.name} ") >= 2, layout.name  # in each table
     headers = "step quartiles fwd bwd opt sent crossed " + ("planned busy inside CPU counts" if slow else "waited peak")
     for header in headers.split():
         assert f" {header} " in text or f" {header}\n" in text, header
@@ -81,7 +81,7 @@ def test_tables_of_64_ranks_fit_into_80_columns(slow: SlowMotion | None) -> None
     ],
 )
 def test_row_counts_by_the_share_of_the_ranks_own_work(share: float, quick: bool, mark: str) -> None:
-    found = row(Contestant("1-D", Cuboid(1, 64, 1)), cpu=share, quick=quick)
+    found = row(Layout("1-D", Cuboid(1, 64, 1)), cpu=share, quick=quick)
     found.samples.pop()
     assert found.counts_as == mark
     text = shown([found])

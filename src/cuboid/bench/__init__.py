@@ -1,1 +1,1 @@
-"""Contestants and measurements for the benchmarks."""
+"""Benchmarks: layouts and measurements."""

@@ -1,4 +1,4 @@
-"""Do all layouts learn alike? Train one model on one text with each of them, and compare the loss curves."""
+"""Trains one model on one text with each layout, and compares the loss curves."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cuboid.baselines.one_d import OneD
 from cuboid.baselines.two_d import TwoD
-from cuboid.bench.contestant import begin_with
+from cuboid.bench.layouts import begin_with
 from cuboid.bench.result import BenchReport
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
@@ -24,7 +24,7 @@ from cuboid.train.loop import Trainer
 from cuboid.train.plot import plot_curves
 from cuboid.train.progress import Progress
 
-Layout = Callable[[TrainConfig, ModelConfig, World], Parallel]
+MakeParallel = Callable[[TrainConfig, ModelConfig, World], Parallel]
 
 
 def on_mesh(
@@ -33,7 +33,7 @@ def on_mesh(
     return make(model, Mesh(cuboid, world.rank, world.device))
 
 
-CONTESTANTS: dict[str, tuple[int, Layout]] = {
+LAYOUTS: dict[str, tuple[int, MakeParallel]] = {
     "serial": (1, on_one_device),
     "1-D on 4 ranks": (4, partial(on_mesh, OneD, Cuboid(1, 4, 1))),
     "2-D, 2×2": (4, partial(on_mesh, TwoD, Cuboid(1, 2, 2))),
@@ -42,7 +42,7 @@ CONTESTANTS: dict[str, tuple[int, Layout]] = {
 }
 
 
-def curve(world: World, config: TrainConfig, layout: Layout, name: str) -> list[float]:
+def curve(world: World, config: TrainConfig, layout: MakeParallel, name: str) -> list[float]:
     trainer, losses = Trainer(config, world, layout), []
     try:
         with Progress(config.schedule.steps, console=Console(quiet=world.rank != 0, stderr=True)) as progress:
@@ -57,10 +57,10 @@ def curve(world: World, config: TrainConfig, layout: Layout, name: str) -> list[
 
 
 def accuracy(steps: int, out: Path, console: Console, only: Sequence[str] = ("",)) -> None:
-    """The demo's model and text, dropout included, in fp32: serial's curve, and of the others those that begin with one
-    of `only`."""
-    asked = ["serial", *begin_with(only, list(CONTESTANTS))]
-    chosen = {name: who for name, who in CONTESTANTS.items() if name in asked}
+    """Trains the demo's model on its text, with dropout, in fp32: on one device, and on layouts whose names start with
+    one of `only`."""
+    asked = ["serial", *begin_with(only, list(LAYOUTS))]
+    chosen = {name: who for name, who in LAYOUTS.items() if name in asked}
     config = load(None, [f"schedule.steps={steps}", f"schedule.warmup={min(steps, 20)}", "model.dropout=0.1"])
     report = BenchReport("accuracy", asdict(config))
     curves: dict[str, list[float]] = {}

@@ -36,7 +36,7 @@ def product_words(sizes: tuple[int, int, int], ranks: int) -> float:
 
 
 def regime(sizes: tuple[int, int, int], ranks: int) -> int:
-    """How many dimensions the best algorithm cuts."""
+    """The number of dimensions that the best algorithm splits."""
     m, n, k = sorted(sizes, reverse=True)
     return 1 if ranks <= m / n else 2 if ranks <= m * n / k**2 else 3
 

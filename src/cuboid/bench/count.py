@@ -1,4 +1,4 @@
-"""Count the collectives that torch launches by itself, as our ledger counts ours."""
+"""Counts the collectives that torch launches, as our ledger counts ours."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuboid.comm.ledger import Ledger, Span
 
-#: FSDP's ops (c10d) and DTensor's (_c10d_functional): the kind, the whole tensor and the group of a call.
+#: FSDP's ops (c10d) and DTensor's (_c10d_functional): the kind, the unsharded tensor and the group of a call.
 _OPS: dict[str, tuple[str, Callable[[Any, Any], tuple[Tensor, Any]]]] = {
     "c10d::_allgather_base_": ("all_gather", lambda args, _: (args[0], args[2])),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", lambda args, _: (args[1], args[2])),
@@ -22,7 +22,7 @@ _OPS: dict[str, tuple[str, Callable[[Any, Any], tuple[Tensor, Any]]]] = {
     "_c10d_functional::all_to_all_single": ("all_to_all", lambda args, _: (args[0], args[3])),
     "_c10d_functional::all_reduce": ("all_reduce", lambda args, _: (args[0], args[2])),
 }
-#: DDP's broadcast tells the order of its buckets, once: a few numbers.
+#: DDP's broadcast sends the order of its buckets, once: a few numbers.
 _MOVES_NOTHING = {"_c10d_functional::_wrap_tensor_autograd", "c10d::barrier", "c10d::broadcast_"}
 
 
@@ -37,7 +37,9 @@ class Tally(TorchDispatchMode):
     def __init__(self, ledger: Ledger, groups: Mapping[str, dist.ProcessGroup]) -> None:
         super().__init__()
         self.ledger = ledger
-        self._under_way: dict[int, tuple[Any, Span]] = {}  # by what is awaited, which is held so that no other is it
+        self._under_way: dict[
+            int, tuple[Any, Span]
+        ] = {}  # by id of what is awaited, which is held so that no other gets its id
         self._waits = {kind: kind.wait for kind in (dist.Work, FakeWork)}
         self._axes = {str(group.group_name): (axis, group.size()) for axis, group in groups.items() if group.size() > 1}
 
@@ -62,7 +64,7 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper such as DTensor: it then runs, and what it runs comes by here
+            return NotImplemented  # a wrapper such as DTensor, which will call again with the tensors inside
         start = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         name = func.name().split(".")[0]
@@ -83,7 +85,7 @@ class Tally(TorchDispatchMode):
             self.ledger.waited(span, start, time.perf_counter())
 
     def _record(self, kind: str, whole: Tensor, group: Any, all_of_it: bool) -> Span:
-        """`all_of_it` is sent where a rank's own part is left out to begin with."""
+        """`all_of_it`: all is sent, because the rank's own shard is not part of it."""
         if not isinstance(group, str | dist.ProcessGroup):
             group = dist.ProcessGroup.unbox(group)
         axis, p = self._axes[str(group if isinstance(group, str) else group.group_name)]
@@ -94,15 +96,15 @@ class Tally(TorchDispatchMode):
 
 
 def _awaited(out: Any) -> Any:
-    """What is waited for, given what a collective returned: its work, or the memory of its result."""
+    """What will be awaited, from what a collective returned: its work, or the memory of its result."""
     if isinstance(out, Tensor):
         return out.untyped_storage()
     return dist.Work.unbox(out[-1] if isinstance(out, tuple) else out)
 
 
 def wire_bytes(counts: Mapping[str, Mapping[str, tuple[int, int]]]) -> dict[str, int]:
-    """Bytes per axis that gloo really sends for what a ledger or a formula counted: its reduce-scatter is an
-    all-reduce inside, and moves twice what it need."""
+    """Bytes per axis that gloo sends for what a ledger or a formula counted: its reduce-scatter is an all-reduce inside
+    and sends twice the least."""
     return {
         axis: sum(sent * (2 if kind == "reduce_scatter" else 1) for kind, (_, sent) in kinds.items())
         for axis, kinds in counts.items()

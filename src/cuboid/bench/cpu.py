@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.bench.bare import bare, messages
-from cuboid.bench.contestant import Contestant, begin_with
+from cuboid.bench.layouts import Layout, begin_with
 from cuboid.bench.network import feasible
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import BenchReport, Spread
@@ -23,8 +23,8 @@ from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
 from cuboid.run.launch import Pool
 
-WARM = 5  # steps of a turn that are not counted: they still make the memory that the others use again
-STEPS = 5  # those that are
+WARM = 5  # steps of a turn that do not count: they allocate the memory that later ones reuse
+STEPS = 5  # steps of a turn that count
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Lean:
     name: str
     steps: list[float]
     serial: list[float]  # one device's steps
-    bare: list[float]  # the step's collectives by themselves
+    bare: list[float]  # the step's collectives alone
     bytes: int  # sent by all ranks
 
     @property
@@ -51,7 +51,7 @@ class Lean:
 
     @property
     def nanoseconds(self) -> float:
-        """A byte of the bare collectives."""
+        """Per byte of the bare collectives."""
         return 1e9 * median(self.bare) / self.bytes
 
     def export(self) -> dict[str, Any]:
@@ -70,15 +70,15 @@ class Lean:
 def cpu(
     ranks: int, rounds: int, out: Path, console: Console, only: Sequence[str] = ("",), hidden: int = 1024
 ) -> list[Lean]:
-    """The cuboids of so many ranks whose names begin with one of `only`."""
+    """Measures the cuboids of this many ranks whose names start with one of `only`."""
     model = ModelConfig("gpt2", layers=2, hidden=hidden, heads=16, vocab=512, context=256, tied=False)
     problem = Problem(model, 16, 256, apart=False)
-    one = Contestant("serial", Cuboid())
-    able = {each.name: each for each in (Contestant("cuboid", shape) for shape in feasible(problem, ranks))}
+    one = Layout("serial", Cuboid())
+    able = {each.name: each for each in (Layout("cuboid", shape) for shape in feasible(problem, ranks))}
     many = [able[name] for name in begin_with(only, list(able))]
     report = BenchReport("cpu", {"ranks": ranks, "rounds": rounds, "warm": WARM, "steps": STEPS})
-    steps: dict[Contestant, list[float]] = {each: [] for each in (one, *many)}
-    bares: dict[Contestant, list[float]] = {each: [] for each in many}
+    steps: dict[Layout, list[float]] = {each: [] for each in (one, *many)}
+    bares: dict[Layout, list[float]] = {each: [] for each in many}
     with Pool(1) as alone, Pool(ranks) as together:
         sent = {each: together.run(messages, each, problem) for each in many}
         for i in range(rounds):

@@ -1,4 +1,4 @@
-"""Does an emulated device take as long as the core that it stands for?
+"""Compares emulated devices with the cores that they stand for.
 
 One rank on each of two cores, on hosts of their own. Steps on the cores and on emulated devices with what `cuboid
 calibrate` measured of these cores take turns, over links on which communication takes as long as compute, with the
@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.bench.contestant import Contestant, begin_with
+from cuboid.bench.layouts import Layout, begin_with
 from cuboid.bench.overlap import UNSHAPED, steps
 from cuboid.bench.plot import draw_pairs
 from cuboid.bench.problem import Problem
@@ -29,7 +29,7 @@ from cuboid.run.cluster import Cluster, try_hosts
 from cuboid.run.launch import Pool
 
 SHAPES = (Cuboid(2, 1, 1), Cuboid(1, 2, 1), Cuboid(1, 1, 2))
-MOST_APART = 0.1  # of the real step
+MOST_APART = 0.1  # largest difference, relative to the real step
 SEQ = 128
 
 
@@ -45,12 +45,12 @@ class Pair:
 
     @property
     def apart(self) -> float:
-        """Of the real step, in medians."""
+        """The difference relative to the real step, in medians."""
         real, emulated = self.spreads()
         return emulated.median / real.median - 1
 
     def spreads(self) -> tuple[Spread, Spread]:
-        """Of steps on cores, and on emulated devices."""
+        """Steps on cores, and on emulated devices."""
         real, emulated = (Spread.of([times.step for times in each]) for each in (self.real, self.emulated))
         return real, emulated
 
@@ -70,7 +70,7 @@ COLUMNS = ["cuboid", "schedule", "rate", "real", "quartiles", "waited", "emulate
 
 
 def measure(shape: Cuboid, problem: Problem, rounds: int, slow: SlowMotion, console: Console) -> list[Pair]:
-    off, on = (Contestant("cuboid", shape, overlap) for overlap in (False, True))
+    off, on = (Layout("cuboid", shape, overlap) for overlap in (False, True))
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
         (probe,) = slowest(pool.run(steps, off, problem, 1, slow))
     rate = f"{8e-6 * probe.crossed / probe.busy:.1f}mbit"
@@ -78,18 +78,18 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, slow: SlowMotion, cons
     with Cluster(shape.ranks, rate) as cluster, Pool(shape.ranks, cluster) as pool:
         for i in range(rounds):
             console.print(f"{shape}, {rate} a host: round {i + 1} of {rounds}", highlight=False)
-            for pair, contestant in zip(pairs, (off, on), strict=True):
+            for pair, layout in zip(pairs, (off, on), strict=True):
                 both = [(pair.real, None), (pair.emulated, slow)]
                 for steps_so_far, device in both if i % 2 == 0 else reversed(both):
-                    steps_so_far += slowest(pool.run(steps, contestant, problem, 1, device))
+                    steps_so_far += slowest(pool.run(steps, layout, problem, 1, device))
     return pairs
 
 
 def emulation(
     rounds: int, out: Path, console: Console, only: Sequence[str], layers: int, hidden: int, batch: int, figures: str
 ) -> bool:
-    """Whether all steps are as long emulated as real. `figures`: a file of `cuboid calibrate` for two ranks; without,
-    the cores are calibrated first."""
+    """Returns whether all emulated steps take as long as real ones. `figures`: a file of `cuboid calibrate` for two
+    ranks; without it the cores are calibrated first."""
     model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=SEQ, tied=False)
     problem = Problem(model, batch, SEQ)
     names = begin_with(only, [str(shape) for shape in SHAPES])
@@ -118,7 +118,7 @@ def _calibrated(problem: Problem, path: Path, console: Console) -> Path:
 
 
 def _shown(pairs: Sequence[Pair], slow: SlowMotion, console: Console) -> bool:
-    """Print all pairs; whether each is as long emulated as real."""
+    """Print all pairs. Returns whether all emulated steps take as long as real ones."""
     title = f"Seconds per step, on cores and emulated: {slow.without_links()}"
     table = Table(*COLUMNS, title=title, title_justify="left")
     for pair in pairs:

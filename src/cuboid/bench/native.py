@@ -1,7 +1,7 @@
-"""What a user would pick instead of Cuboid: torch's own tensor and sequence parallelism times its own FSDP.
+"""The PyTorch baseline: torch's own tensor and sequence parallelism times its own FSDP.
 
-The plan is torchtitan's for Llama, for GPT-2 too. Gathers of weights are prefetched, and asynchronous on a CPU as well.
-What torch does not hide it does not hide here: activations over tp and, as shipped, reduce-scatters on a CPU.
+The plan is torchtitan's for Llama, used for GPT-2 too. Weight gathers are prefetched, and asynchronous on a CPU as
+well. What torch does not overlap is not overlapped here: activations over tp and, as shipped, reduce-scatters on a CPU.
 """
 
 import logging
@@ -47,9 +47,9 @@ from cuboid.run.launch import World
 class Native:
     """A rank's model, ready to train; tp varies fastest over ranks.
 
-    `reshard` gathers a block's weights again in backward; without, they are kept from forward. `sp` splits the residual
-    stream over tp, too. `ddp` replicates the model over fsdp instead of sharding it. `ideal` replaces reduce-scatters,
-    which gloo does as all-reduces, by the least traffic, and hides FSDP's behind backward as it is hidden on a GPU:
+    `reshard` gathers a block's weights again in backward; otherwise they are kept from forward. `sp` also splits the
+    residual stream over tp. `ddp` replicates the model over fsdp instead of sharding it. `ideal` replaces gloo's
+    reduce-scatters, which are all-reduces, by the least traffic, and overlaps FSDP's with backward as on a GPU:
     gradients must then be None when a step begins. There is no dropout.
     """
 
@@ -74,12 +74,12 @@ class Native:
                 f"choose sizes whose product is {world.size}"
             )
         check_model(config, tp)
-        # every rank would be told at every step that the norm of gradients takes two small all-reduces
+        # DTensor would warn, on every rank in every step, that the gradients' norm takes two small all-reduces
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self.config, self.ideal = config, ideal
-        self.cuboid = Cuboid(fsdp, tp)  # the same cuts and the same order of ranks
+        self.cuboid = Cuboid(fsdp, tp)  # the same splits and the same order of ranks
         self.coordinates = self.cuboid.coordinates(world.rank)
-        # DTensor takes equal placements on equal meshes for the same, and an `_IdealShard` equals a `Shard`
+        # DTensor treats equal placements on equal meshes as the same, and an `_IdealShard` equals a `Shard`
         self._tp = "tp ideal" if ideal else "tp"
         self.mesh = init_device_mesh(world.device.type, (fsdp, tp), mesh_dim_names=("fsdp", self._tp))
         self.fsdp = Axis("fsdp", fsdp, self.coordinates["x"], self.mesh.get_group("fsdp"))
@@ -97,18 +97,18 @@ class Native:
         if ddp and fsdp > 1:
             group = self.mesh.get_group("fsdp")
             self._run = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=True)
-        if fsdp == 1 and tp > 1:  # FSDP does it otherwise
+        if fsdp == 1 and tp > 1:  # otherwise FSDP does it
             for parameter in self.model.parameters():
                 parameter.register_post_accumulate_grad_hook(_like_parameter)
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """As `nn.initialise`: a rank makes its shards alone."""
+        """Like `nn.initialise`: a rank makes only its shards."""
         for name, parameter in self.model.named_parameters():
             mean, std = first_values(self.config, name)
             shard, spec = shard_of(parameter), self.specs[name]
             shard.fill_(mean)
-            if std and ".qkv." in name:  # ours are three, each with random numbers of its own
+            if std and ".qkv." in name:  # ours are three, each with its own random numbers
                 shard.add_(spec.take(self._first_qkv(seed, name, std), self.cuboid, self.coordinates).to(shard))
             elif std:
                 ranges = spec.ranges(self.cuboid, self.coordinates)
@@ -125,7 +125,7 @@ class Native:
         return self.model.parameters()
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean over the whole batch, of which every rank is given all, [b, s], and takes its part."""
+        """The mean loss of the batch, [b, s], of which every rank is given all and takes its slice."""
         fsdp = self.fsdp
         check_batch(self.config, fsdp.size, self.cuboid.y, *tokens.shape)
         if targets.shape != tokens.shape:
@@ -134,7 +134,7 @@ class Native:
             raise ValueError("ideal=True cannot add to gradients; clear them with zero_grad() before each step")
         tokens, targets = (whole.chunk(fsdp.size)[fsdp.index] for whole in (tokens, targets))
         with warnings.catch_warnings():
-            # an embedding's rows cut by tp are a view; nothing here writes to it
+            # an embedding's rows split over tp are a view; nothing here writes to it
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
             logits = self._run(tokens).flatten(0, 1)
         if isinstance(logits, DTensor):
@@ -147,11 +147,11 @@ class Native:
         return mine + (mean - mine).detach()  # the value of all, the gradient of its own
 
     def gradients(self) -> dict[str, Tensor]:
-        """Every gradient, whole, on every rank. For tests."""
+        """All gradients, unsharded, on every rank. For tests."""
         return self._whole({name: cast(Tensor, each.grad) for name, each in self.model.named_parameters()})
 
     def values(self) -> dict[str, Tensor]:
-        """Every parameter, whole, on every rank. For tests."""
+        """All parameters, unsharded, on every rank. For tests."""
         return self._whole(dict(self.model.named_parameters()))
 
     def _whole(self, tensors: dict[str, Any]) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ class Native:
         return Tally(ledger, {"fsdp": self.mesh.get_group("fsdp"), "tp": self.mesh.get_group(self._tp)})
 
     def close(self) -> None:
-        """Give the groups back, and what DTensor remembers of them: it takes the next equal mesh for this one."""
+        """Destroy the groups, and DTensor's cache, which would take the next equal mesh for this one."""
         for group in self.mesh.get_all_groups():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""The same Transformer as a user of plain PyTorch writes it: `torch.nn`, batch first, unaware of devices.
+"""The same Transformer in plain PyTorch: `torch.nn`, batch first, without knowledge of devices.
 
 Its parameters bear the names of ours and begin with the same values; queries, keys and values are one linear.
 """
@@ -26,7 +26,7 @@ class NativeAttention(nn.Module):
         self.out = nn.Linear(c.q_dim, c.hidden, bias)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, b h s e, of as many heads as the weights here have."""
+        """Queries, keys and values, b h s e, of the heads whose weights are here."""
         if not self.fused:
             q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
             return q, k, v
@@ -70,14 +70,15 @@ class NativeBlock(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """A head without a weight of its own."""
+    """A head without its own weight."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
 
 
 class NativeTransformer(nn.Module):
-    """Tokens [b, s] -> logits [b, s, v]. Unless `fused`, parameters are ours one by one: q, k and v three linears."""
+    """Tokens [b, s] -> logits [b, s, v]. Unless `fused`, parameters are the same as ours: q, k and v are three
+    linears."""
 
     def __init__(self, c: ModelConfig, fused: bool = True) -> None:
         super().__init__()
@@ -100,8 +101,8 @@ class NativeTransformer(nn.Module):
 
 
 def fuse(c: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors by name, with q, k and v as one: each head of keys behind its queries, its values behind it, so that
-    tensor parallelism splits the rows evenly."""
+    """Our tensors by name, with q, k and v fused: each head's queries, then its keys, then its values, so that tensor
+    parallelism splits the rows evenly."""
     found = dict(tensors)
     for name in [name for name in tensors if ".attention.q." in name]:
         parts = [found.pop(name.replace(".q.", f".{each}.")) for each in "qkv"]
@@ -130,13 +131,13 @@ def rotation(c: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Turn:
 
 
 def rotate(x: Tensor, turn: Turn) -> Tensor:
-    """Turn each pair (i, i + e/2) of the features of x [b, h, s, e] by its position's angle."""
+    """Rotate each pair (i, i + e/2) of the features of x [b, h, s, e] by its position's angle."""
     (cos, sin), (a, b) = turn, x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 def first_values(c: ModelConfig, name: str) -> tuple[float, float]:
-    """The mean and the standard deviation with which a parameter begins."""
+    """Mean and standard deviation of a parameter's initial values."""
     *_, owner, kind = name.split(".")
     if owner.startswith("norm"):
         return (1.0 if kind == "weight" else 0.0), 0.0

@@ -1,4 +1,4 @@
-"""Which bytes of a step leave their host, and so pass its network card.
+"""Bytes of a step that leave their host, and so pass its network card.
 
 Ranks lie on hosts in order, `per_host` on each. A ring collective (all_gather, all_reduce) sends everything to the next
 rank of its group, so that one rank of a host sends for all; a direct one (reduce_scatter, all_to_all) sends to each
@@ -16,7 +16,7 @@ Traffic = Mapping[tuple[str, str], list[int]]
 
 
 def egress(traffic: Traffic, cuboid: Cuboid, per_host: int) -> int:
-    """Bytes that the busiest host sends to others when every rank has this traffic."""
+    """Bytes that the busiest host sends to others if every rank has this traffic."""
     hosts = [0.0] * -(-cuboid.ranks // per_host)
     for rank in range(cuboid.ranks):
         here, at = rank // per_host, cuboid.coordinates(rank)
@@ -31,7 +31,7 @@ def egress(traffic: Traffic, cuboid: Cuboid, per_host: int) -> int:
 
 
 def feasible(problem: Problem, ranks: int) -> list[Cuboid]:
-    """Every cuboid of so many ranks on which the problem runs."""
+    """All cuboids of this many ranks on which the problem runs."""
     found = []
     for cuboid in factorisations(ranks):
         try:
@@ -43,8 +43,8 @@ def feasible(problem: Problem, ranks: int) -> list[Cuboid]:
 
 
 def best(problem: Problem, ranks: int, per_host: int, flat: bool = False) -> Cuboid:
-    """The cuboid, and its order over ranks, whose busiest host sends the least; of equals the one that sends least in
-    all. With `flat` only z = 1: FSDP × TP."""
+    """The cuboid and order over ranks whose busiest host sends the least; among equals the one that sends least in
+    total. With `flat` only z = 1: FSDP × TP."""
 
     def sent(cuboid: Cuboid) -> tuple[int, int]:
         cost = step_cost(problem.config, cuboid, cuboid.coordinates(0), problem.batch, problem.seq, problem.policy)

@@ -1,4 +1,4 @@
-"""How much communication hides under compute: the same steps with the schedule on and off, on links of a chosen rate.
+"""Measures overlap: the same steps with the schedule on and off, on links of a chosen rate.
 
 Off, every collective is awaited where it is launched. So its step is compute alone and communication alone, one after
 the other, and tells both: the time waited, and the rest. A link's rate is chosen from them so that communication takes
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.bench.bare import bare, messages
-from cuboid.bench.contestant import Contestant, ModelRunner, begin_with
+from cuboid.bench.layouts import Layout, ModelRunner, begin_with
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import BenchReport, Spread
 from cuboid.bench.turn import Times, slowest, take_step, timed_step, turn
@@ -43,12 +43,12 @@ class Found:
     """One shape at one rate; seconds of the slowest rank."""
 
     shape: str
-    ratio: float  # of communication to compute, as asked
+    ratio: float  # of communication to compute, as requested
     rate: str
     ons: list[Times]  # every step with the schedule on
     offs: list[Times]
-    traced: float  # seconds exposed in one further step, by its trace
-    tcps: list[float]  # CPU seconds of all ranks together for the step's collectives by themselves, each time
+    traced: float  # exposed seconds in one further step, by its trace
+    tcps: list[float]  # CPU seconds of all ranks for the step's collectives alone, each time
     ranks: int
     bytes: int  # that the busiest rank sends in a step
     besides: list[Times] = field(default_factory=list)  # every step with forwards beside backwards, if there were any
@@ -73,17 +73,17 @@ class Found:
 
     @property
     def measured_ratio(self) -> float:
-        """Of communication to compute, as it came out."""
+        """Communication to compute, as measured."""
         return self.communication / self.compute
 
     @property
     def exposed(self) -> float:
-        """With the schedule on, by the ledger."""
+        """Exposed seconds with the schedule on, by the ledger."""
         return median(times.exposed for times in self.ons)
 
     @property
     def cpu(self) -> float:
-        """Seconds of all ranks together, with the schedule on."""
+        """CPU seconds of all ranks, with the schedule on."""
         return self.ranks * median(times.cpu for times in self.ons)
 
     @property
@@ -96,7 +96,7 @@ class Found:
 
     @property
     def above_best(self) -> float:
-        """Of the longer of compute and communication."""
+        """Step time relative to the longer of compute and communication."""
         return self.on.median / max(self.compute, self.communication)
 
     @property
@@ -109,7 +109,7 @@ class Found:
 
     @property
     def beside(self) -> tuple[float, float] | None:
-        """The step with forwards beside backwards, and its exposed share of communication."""
+        """The step with forwards beside backwards, and its exposed fraction of communication."""
         if not self.besides:
             return None
         step, exposed = (median(getattr(times, name) for times in self.besides) for name in ("step", "exposed"))
@@ -124,7 +124,7 @@ class Found:
         return {name: getattr(self, name) for name in names} | spreads
 
     def beside_cells(self) -> list[str]:
-        """Under `BESIDE`."""
+        """Cells under `BESIDE`."""
         return [] if self.beside is None else [f"{self.beside[0]:.2f}", f"{self.beside[1]:.0%}"]
 
     def cells(self) -> list[str]:
@@ -153,17 +153,15 @@ def on_a_core(world: World) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def steps(
-    world: World, contestant: Contestant, problem: Problem, count: int, slow: SlowMotion | None = None
-) -> list[Times]:
-    """After one more, which makes the memory that they use again: where pages are dear that is a third of a step."""
+def steps(world: World, layout: Layout, problem: Problem, count: int, slow: SlowMotion | None = None) -> list[Times]:
+    """Times steps, after one that allocates the memory they reuse: page faults can take a third of a step."""
     with on_a_core(world):
-        return turn(world, contestant, problem, 1 + count, cold=True, slow=slow)[1:]
+        return turn(world, layout, problem, 1 + count, cold=True, slow=slow)[1:]
 
 
-def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:
-    """Of one step, after one like it."""
-    with on_a_core(world), closing(ModelRunner(contestant, problem, world)) as runner:
+def traced(world: World, layout: Layout, problem: Problem) -> Trace:
+    """Traces one step, after one to warm up."""
+    with on_a_core(world), closing(ModelRunner(layout, problem, world)) as runner:
         take_step(runner, problem, problem.seq)
         runner.ledger.spans = []
         times = timed_step(runner, problem, world)
@@ -178,8 +176,8 @@ def traced(world: World, contestant: Contestant, problem: Problem) -> Trace:
 def measure(
     shape: Cuboid, problem: Problem, rounds: int, console: Console, slow: SlowMotion | None
 ) -> tuple[list[Found], dict[str, Trace]]:
-    """An emulated device is a rank's own however many there are; no steps are traced on it."""
-    on, off = (Contestant("cuboid", shape, overlap) for overlap in (True, False))
+    """Measures one shape. Emulated devices do not share cores; no steps are traced on them."""
+    on, off = (Layout("cuboid", shape, overlap) for overlap in (True, False))
     apart = shape.ranks == 2 or slow is not None
     with Cluster(shape.ranks, UNSHAPED) as cluster, Pool(shape.ranks, cluster) as pool:
         probe = min(slowest(pool.run(steps, off, problem, 2, slow)), key=lambda times: times.step)
@@ -209,9 +207,9 @@ def measure(
     return found, traces
 
 
-def even_rate(off: Contestant, problem: Problem, probe: Times, slow: SlowMotion | None) -> float:
-    """In Mbit/s, of links over which communication alone takes as long as compute alone. A link does not carry quite
-    what it is set to, so a first guess is tried."""
+def even_rate(off: Layout, problem: Problem, probe: Times, slow: SlowMotion | None) -> float:
+    """The rate, in Mbit/s, at which communication alone takes as long as compute alone. A link is a little slower than
+    its setting, so a first guess is tried."""
     compute = probe.step - probe.exposed
     guess = 8e-6 * probe.crossed / compute
     with Cluster(off.shape.ranks, f"{guess:.1f}mbit") as cluster, Pool(off.shape.ranks, cluster) as pool:
@@ -231,8 +229,8 @@ def overlap(
     slow: SlowMotion | None = None,
     micro_batches: int = 1,
 ) -> list[Found]:
-    """Two hosts of one rank each on each axis, eight on 2,2,2, and 64 if devices are emulated; of these those that
-    begin with one of `only`."""
+    """Runs on two hosts of one rank for each axis, on eight for 2,2,2, and on 64 if devices are emulated; only shapes
+    whose names start with one of `only`."""
     model = ModelConfig("gpt2", layers, hidden, heads=16, vocab=512, context=128, tied=False)
     problem, found = Problem(model, batch, 128, policy, micro_batches=micro_batches), []
     shapes = SHAPES if slow is None else (*SHAPES, *LARGE)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.bench.contestant import begin_with
+from cuboid.bench.layouts import begin_with
 from cuboid.bench.result import BenchReport
 from cuboid.emulate.device import Emulated
 from cuboid.emulate.slow_motion import SlowMotion, parse

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from cuboid.bench.contestant import Contestant
+from cuboid.bench.layouts import Layout
 from cuboid.bench.problem import Problem
 from cuboid.bench.turn import take_step
 from cuboid.comm.ledger import Span
@@ -27,38 +27,38 @@ from cuboid.plan.time import Prices
 from cuboid.run.launch import World
 from cuboid.run.silent import silently
 
-ITEM = 4  # bytes of an element: steps are in fp32
-NATIVE_AXES = {"fsdp": "x", "tp": "y"}  # their places in the contestant's shape
+ITEM = 4  # bytes per element: steps are in fp32
+NATIVE_AXES = {"fsdp": "x", "tp": "y"}  # their places in the layout's shape
 
 
-def planned_seconds(hw: Hardware, contestant: Contestant, problem: Problem) -> float:
-    """Of a step, links and devices being those of `hw`."""
-    if contestant.cuboidal:
-        choice = Choice(policy=problem.policy, schedule=contestant.schedule(problem))
+def planned_seconds(hw: Hardware, layout: Layout, problem: Problem) -> float:
+    """Seconds per step, with the links and devices of `hw`."""
+    if layout.cuboidal:
+        choice = Choice(policy=problem.policy, schedule=layout.schedule(problem))
         work = Work(problem.config, problem.batch, problem.seq, "fp32")
-        return predict(hw, work, contestant.shape, choice, overlap=contestant.overlap).seconds
-    return played_seconds(hw, contestant, problem)
+        return predict(hw, work, layout.shape, choice, overlap=layout.overlap).seconds
+    return played_seconds(hw, layout, problem)
 
 
-def played_seconds(hw: Hardware, contestant: Contestant, problem: Problem) -> float:
-    """Of a step of the first rank, as its code runs."""
-    ranks = contestant.shape.ranks
-    return float(silently(_play, 0, ranks, hw, contestant, problem, per_host=min(hw.node, ranks)))
+def played_seconds(hw: Hardware, layout: Layout, problem: Problem) -> float:
+    """Seconds of a step of the first rank, by running its code."""
+    ranks = layout.shape.ranks
+    return float(silently(_play, 0, ranks, hw, layout, problem, per_host=min(hw.node, ranks)))
 
 
-def _play(world: World, hw: Hardware, contestant: Contestant, problem: Problem) -> float:
-    runner = contestant.runner(problem, world)
+def _play(world: World, hw: Hardware, layout: Layout, problem: Problem) -> float:
+    runner = layout.runner(problem, world)
     with Emulated(Device(replace(hw, memory=UNLIMITED))) as device, device.rehearsal(), runner.counted():
-        take_step(runner, problem, problem.seq)  # which makes the optimizer's state
+        take_step(runner, problem, problem.seq)  # creates the optimizer's state
         device.record, runner.ledger.spans = [], []
         take_step(runner, problem, problem.seq)
-    return _seconds(hw, contestant, device.record, runner.ledger.spans)
+    return _seconds(hw, layout, device.record, runner.ledger.spans)
 
 
-def _seconds(hw: Hardware, contestant: Contestant, work: Sequence[tuple[float, float]], spans: Sequence[Span]) -> float:
-    """Of a device's operations, each with the moment of its launch, and of collectives, on the planner's clock."""
-    found = groups([contestant.shape], np.ones(1, dtype=np.int64), hw.node)
-    tape = tape_of(Prices(hw, "fp32", ITEM, found, contestant.by_host), overlap=True)
+def _seconds(hw: Hardware, layout: Layout, work: Sequence[tuple[float, float]], spans: Sequence[Span]) -> float:
+    """Seconds of a device's operations, with their launch times, and of collectives, on the planner's clock."""
+    found = groups([layout.shape], np.ones(1, dtype=np.int64), hw.node)
+    tape = tape_of(Prices(hw, "fp32", ITEM, found, layout.by_host), overlap=True)
     flights: dict[int, Message] = {}
 
     def compute(seconds: float) -> None:
@@ -68,7 +68,7 @@ def _seconds(hw: Hardware, contestant: Contestant, work: Sequence[tuple[float, f
         axis = NATIVE_AXES.get(span.axis, span.axis)
         p, kind = found[axis].size, span.kind
         whole = span.bytes * p // (p - 1) // (2 if kind == "all_reduce" else 1) // ITEM
-        if contestant.native and kind == "reduce_scatter":  # gloo's own is an all-reduce inside
+        if layout.native and kind == "reduce_scatter":  # gloo's own is an all-reduce inside
             kind = "all_reduce"
         flights[id(span)] = replace(tape.launch(axis, kind, whole), summing=None)  # it is among the operations
 

@@ -1,4 +1,4 @@
-"""A benchmark's result as a picture: step time, speed-up, bytes against the least possible, memory."""
+"""Plots of a benchmark: step time, speed-up, bytes against the lower bound, memory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,7 +79,7 @@ _ABOVE: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsi
 
 
 def _error_bars(spreads: Sequence[Spread]) -> list[list[float]]:
-    """Down to the first quartile, and up to the third."""
+    """Distances from the median to the first and the third quartile."""
     return [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
 
 
@@ -93,12 +93,12 @@ def _save(figure: Figure, stem: Path) -> list[Path]:
 def _ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
     ways: dict[str, list[Row]] = {}
     for row in rows:
-        ways.setdefault(row.contestant.way, []).append(row)
+        ways.setdefault(row.layout.way, []).append(row)
     return ways
 
 
 def _lines(axes: Axes, rows: Sequence[Row], xs: dict[int, float]) -> None:
-    """The fastest of each way at each place, with its quartiles."""
+    """The fastest of each kind of layout at each place, with quartiles."""
     for way, of_way in _ways(rows).items():
         fastest: dict[float, Row] = {}
         for row in of_way:
@@ -136,7 +136,7 @@ def _parts(axes: Axes, rows: Sequence[Row]) -> None:
     left = [0.0] * len(rows)
     for part, shade in (("forward", 1.0), ("backward", 0.6), ("optimizer", 0.3)):
         lengths = [row.spread(part).median for row in rows]
-        colours = [COLOURS[row.contestant.way] for row in rows]
+        colours = [COLOURS[row.layout.way] for row in rows]
         axes.barh(_names(rows), lengths, left=left, color=colours, alpha=shade)
         left = [a + b for a, b in zip(left, lengths, strict=True)]
     axes.invert_yaxis()
@@ -146,7 +146,7 @@ def _parts(axes: Axes, rows: Sequence[Row]) -> None:
 def _speed_up(axes: Axes, rows: Sequence[Row]) -> None:
     first = rows[0].spread("step").median
     _bars(axes, rows, [first / row.spread("step").median for row in rows], "{:.2f}")
-    axes.set_xlabel(f"times faster than {rows[0].contestant.name}")
+    axes.set_xlabel(f"times faster than {rows[0].layout.name}")
 
 
 def _bytes(axes: Axes, rows: Sequence[Row]) -> None:
@@ -164,11 +164,11 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _bars(axes: Axes, rows: Sequence[Row], values: Sequence[float], form: str) -> None:
-    bars = axes.barh(_names(rows), values, color=[COLOURS[row.contestant.way] for row in rows])
+    bars = axes.barh(_names(rows), values, color=[COLOURS[row.layout.way] for row in rows])
     axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize="small")
     axes.invert_yaxis()
     axes.margins(x=0.12)
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    return [row.contestant.name for row in rows]
+    return [row.layout.name for row in rows]

@@ -1,4 +1,4 @@
-"""What every contestant of a benchmark computes: one model, one batch."""
+"""What every layout of a benchmark computes: one model, one batch."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,8 +17,8 @@ class Problem:
     seq: int
     policy: Policy = Policy(activations="retain")
     seed: int = 0
-    apart: bool = True  # ranks' messages leave the processors that compute
-    micro_batches: int = 1  # of a step, each of the whole batch
+    apart: bool = True  # see `World.apart`
+    micro_batches: int = 1  # per step, each of the whole batch
 
     @property
     def tokens(self) -> int:
@@ -31,8 +31,8 @@ class Problem:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def grown(self, ranks: int, base: int) -> "Problem":
-        """The problem for `ranks` whose share of work is this one's for `base`: hidden and batch grow alike, by the
-        cube root, so that FLOPs grow with the ranks."""
+        """The problem for `ranks` ranks with the same work per rank as this one for `base`: hidden and batch grow by
+        the cube root, so that FLOPs grow with the ranks."""
         factor = (ranks / base) ** (1 / 3)
         heads = self.config.heads
         hidden = max(1, round(self.config.hidden * factor / heads)) * heads

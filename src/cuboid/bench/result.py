@@ -1,4 +1,4 @@
-"""What a benchmark found, ready for JSON: every sample, its median and quartiles, the settings and the machine."""
+"""Results of a benchmark, ready for JSON: every sample, median and quartiles, the settings and the machine."""
 
 import json
 import os
@@ -18,19 +18,22 @@ import torch
 
 from cuboid import __version__
 from cuboid.bench.bound import step_bytes
-from cuboid.bench.contestant import Contestant
+from cuboid.bench.layouts import Layout
 from cuboid.bench.planned import planned_seconds
 from cuboid.bench.problem import Problem
 from cuboid.bench.turn import Count, Times, slowest
 from cuboid.device import gpu_names
 from cuboid.emulate.slow_motion import SlowMotion
 
-MOST_CPU, MOST_CPU_ROUGH = 0.15, 0.3  # of the cores' time that ranks may take beside emulated devices; with --quick
+MOST_CPU, MOST_CPU_ROUGH = (
+    0.15,
+    0.3,
+)  # most of the cores' time that ranks may take beside emulated devices; with --quick
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of several samples."""
+    """Median and quartiles of several samples."""
 
     median: float
     low: float  # the first quartile
@@ -46,20 +49,20 @@ class Spread:
 
 @dataclass
 class Row:
-    """One contestant on so many ranks over links of one rate ("" is unshaped)."""
+    """One layout on `ranks` ranks over links of one rate ("" is unshaped)."""
 
-    contestant: Contestant
+    layout: Layout
     problem: Problem
     ranks: int
     rate: str
-    bits: float  # a second, of a host's link; 0 where unshaped
+    bits: float  # per second, of a host's link; 0 if unshaped
     counts: list[Count]  # of every rank
     slow: SlowMotion | None = None  # on emulated devices
-    quick: bool = False  # rough figures will do
+    quick: bool = False  # rough figures suffice
     samples: list[dict[str, float]] = field(default_factory=list)  # of every timed step
 
     def add(self, ranks: Sequence[Sequence[Times]]) -> None:
-        """A turn's steps, as every rank timed them. The slowest rank's is the step's."""
+        """Adds a turn's steps, as every rank timed them. A step takes as long as on its slowest rank."""
         for last, step in zip(slowest(ranks), zip(*ranks, strict=True), strict=True):
             crossed = max(times.crossed for times in step)
             hosts = [step[i : i + self._per_host] for i in range(0, len(step), self._per_host)]
@@ -86,21 +89,21 @@ class Row:
 
     @property
     def counts_as(self) -> str:
-        """Of emulated devices: "" if the ranks' own work left them alone, else how far its figures may be trusted."""
+        """For emulated devices: "" if ranks had CPU time to spare, else how reliable the figures are."""
         share = self.cpu_share
         return "" if share <= MOST_CPU else "rough" if self.quick and share <= MOST_CPU_ROUGH else "not counted"
 
     @property
     def cpu_share(self) -> float:
-        """Of the cores' time that the ranks' own work took: on emulated devices it should be none."""
+        """Share of the cores' time that ranks used. On emulated devices it should be small."""
         return self.spread("cpu").median / (os.cpu_count() or 1) / self.spread("step").median
 
     @cached_property
     def planned(self) -> float | None:
-        """Seconds a step takes by the planner's figures, which are emulated; None where they are not known of links."""
+        """Seconds per step by the planner, for the emulated figures; None if they lack links."""
         if self.slow is None or self.slow.hardware.lacks(self.ranks):
             return None
-        return planned_seconds(self.slow.hardware, self.contestant, self.problem)
+        return planned_seconds(self.slow.hardware, self.layout, self.problem)
 
     def spread(self, name: str) -> Spread:
         return Spread.of([sample[name] for sample in self.samples])
@@ -116,20 +119,20 @@ class Row:
 
     @property
     def as_predicted(self) -> bool:
-        """Every rank's calls and bytes are the formula's."""
+        """Whether every rank's calls and bytes equal the formula's."""
         return all(count.traffic == count.predicted for count in self.counts)
 
     def export(self) -> dict[str, Any]:
         first = self.counts[0]
         return {
-            "contestant": self.contestant.name,
-            "way": self.contestant.way,
-            "shape": self.contestant.shape.sizes,
-            "order": self.contestant.shape.order,
+            "layout": self.layout.name,
+            "way": self.layout.way,
+            "shape": self.layout.shape.sizes,
+            "order": self.layout.shape.order,
             "ranks": self.ranks,
             "rate": self.rate,
             "problem": self.problem.export(),
-            "schedule": asdict(self.contestant.schedule(self.problem)),
+            "schedule": asdict(self.layout.schedule(self.problem)),
             "loss": first.loss,
             "flops": max(count.flops for count in self.counts),
             "bytes_sent": self.sent,
@@ -149,7 +152,7 @@ class Row:
 
 @dataclass
 class BenchReport:
-    """What every benchmark's JSON says first. Make it before measuring: the machine's load is of then."""
+    """The head of every benchmark's JSON. Create it before measuring, because it records the machine's load."""
 
     bench: str
     settings: dict[str, Any]
@@ -181,7 +184,7 @@ class Result(BenchReport):
 
 
 def commit() -> str:
-    """Of the sources that ran, "+" if they were changed since; "" where they are not a clone."""
+    """The commit of the sources that ran, with "+" if they have changes; "" if they are not a clone."""
     where = Path(__file__).parent
     git = ["git", "-C", str(where)]
     try:

@@ -1,4 +1,4 @@
-"""Run a benchmark: count every contestant once, then let them take turns, round after round."""
+"""Runs a benchmark: counts every layout once, then layouts take turns in several rounds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cuboid.bench.contestant import Contestant
+from cuboid.bench.layouts import Layout
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Result, Row
 from cuboid.bench.turn import Count, count, turn
@@ -25,11 +25,11 @@ from cuboid.run.started import is_first, under_torchrun
 
 @dataclass(frozen=True)
 class Trial:
-    """Contestants on one problem, one number of ranks, one network."""
+    """Layouts on one problem, one number of ranks, one network."""
 
     problem: Problem
     ranks: int
-    contestants: Sequence[Contestant]
+    layouts: Sequence[Layout]
     rate: str = ""
     slow: SlowMotion | None = None  # on emulated devices
     quick: bool = False
@@ -47,7 +47,7 @@ class Ranks(Protocol):
 
 
 class Started:
-    """The ranks that torchrun has started, of which this process is one: each runs the whole benchmark in step."""
+    """The ranks that torchrun has started, of which this process is one. Each runs the whole benchmark, in lockstep."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -58,10 +58,10 @@ class Started:
 
 
 def bench(result: Result, trials: Sequence[Trial], pace: Pace, out: Path, console: Console) -> Result:
-    """Rows are added to the result and saved as they come."""
-    counts = {(trial.problem, contestant) for trial in trials for contestant in trial.contestants}
-    total = len(counts) + sum(len(trial.contestants) * pace.rounds for trial in trials)
-    counted: dict[tuple[Problem, Contestant], list[Count]] = {}
+    """Runs all trials. Rows are added to the result and saved as they are measured."""
+    counts = {(trial.problem, layout) for trial in trials for layout in trial.layouts}
+    total = len(counts) + sum(len(trial.layouts) * pace.rounds for trial in trials)
+    counted: dict[tuple[Problem, Layout], list[Count]] = {}
     with ExitStack() as stack:
         started = None
         if under_torchrun():
@@ -69,31 +69,29 @@ def bench(result: Result, trials: Sequence[Trial], pace: Pace, out: Path, consol
             stack.callback(dist.destroy_process_group)
         told = stack.enter_context(_progress(total, console if is_first() else Console(quiet=True)))
         for trial in trials:
-            missing = [c for c in trial.contestants if (trial.problem, c) not in counted]
+            missing = [c for c in trial.layouts if (trial.problem, c) not in counted]
             if missing:
                 with _ranks(trial, pace, started, shaped=False) as ranks:
-                    for contestant in missing:
-                        told(f"{trial.ranks} ranks: counting {contestant.name}")
-                        counted[trial.problem, contestant] = ranks.run(count, contestant, trial.problem, trial.slow)
+                    for layout in missing:
+                        told(f"{trial.ranks} ranks: counting {layout.name}")
+                        counted[trial.problem, layout] = ranks.run(count, layout, trial.problem, trial.slow)
             with _ranks(trial, pace, started, shaped=True) as ranks:
-                rows = [_row(trial, contestant, counted) for contestant in trial.contestants]
+                rows = [_row(trial, layout, counted) for layout in trial.layouts]
                 for i in range(pace.rounds):
                     for row in rows if i % 2 == 0 else reversed(rows):
                         where = f"{trial.ranks} ranks" + (f", {trial.rate}" if trial.rate else "")
-                        told(f"{where}: round {i + 1} of {pace.rounds}, {row.contestant.name}")
-                        row.add(
-                            ranks.run(turn, row.contestant, trial.problem, pace.steps, bool(trial.rate), trial.slow)
-                        )
+                        told(f"{where}: round {i + 1} of {pace.rounds}, {row.layout.name}")
+                        row.add(ranks.run(turn, row.layout, trial.problem, pace.steps, bool(trial.rate), trial.slow))
             result.rows += rows
             if is_first():
                 result.save(out)
     return result
 
 
-def _row(trial: Trial, contestant: Contestant, counted: dict[tuple[Problem, Contestant], list[Count]]) -> Row:
+def _row(trial: Trial, layout: Layout, counted: dict[tuple[Problem, Layout], list[Count]]) -> Row:
     bits = bits_per_second(trial.rate) if trial.rate else 0.0
-    counts = counted[trial.problem, contestant]
-    return Row(contestant, trial.problem, trial.ranks, trial.rate, bits, counts, trial.slow, trial.quick)
+    counts = counted[trial.problem, layout]
+    return Row(layout, trial.problem, trial.ranks, trial.rate, bits, counts, trial.slow, trial.quick)
 
 
 @contextmanager
@@ -114,7 +112,7 @@ def _ranks(trial: Trial, pace: Pace, started: Started | None, shaped: bool) -> I
 
 @contextmanager
 def _progress(total: int, console: Console) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal, a line for each turn elsewhere. Call it with what begins."""
+    """A bar on a terminal, otherwise a line per turn. Call it with the name of what begins."""
     done = count_up()
     if not console.is_terminal:
         yield lambda text: console.print(f"[{next(done)}/{total}] {text}", markup=False, highlight=False)

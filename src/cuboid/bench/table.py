@@ -1,4 +1,4 @@
-"""A benchmark's result as a person reads it."""
+"""A benchmark's result as tables."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,14 +10,14 @@ from rich.table import Table
 from cuboid.bench.result import MOST_CPU, MOST_CPU_ROUGH, Result, Row
 from cuboid.train.progress import quantity
 
-#: What a table says of a row, by its column's header.
+#: The cells of a row, by the column's header.
 Columns = dict[str, Callable[[Row], str]]
 
-LEAST_NETWORK = 0.7  # of a step that bytes ÷ rate must explain for its ratios to speak of the network
+LEAST_NETWORK = 0.7  # share of a step that bytes ÷ rate must explain for its ratios to be about the network
 
 
 def show(result: Result, console: Console) -> None:
-    """Of each network and number of ranks two tables, which fit into 80 columns: times, then what they are made of."""
+    """Two tables per network and number of ranks, each within 80 columns: times, then what they consist of."""
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in result.rows:
         groups.setdefault((row.rate, row.ranks), []).append(row)
@@ -41,12 +41,12 @@ def _table(rows: Sequence[Row], columns: Columns, title: str | None = None) -> T
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         cells = [cell(row) for cell in columns.values()]
-        table.add_row(row.contestant.name, *cells, style="bold" if row.spread("step").median == fastest else "")
+        table.add_row(row.layout.name, *cells, style="bold" if row.spread("step").median == fastest else "")
     return table
 
 
 def _times(rows: Sequence[Row]) -> Columns:
-    """Seconds of a step and of its parts, and how many times faster it is than the first layout's."""
+    """Seconds of a step and of its phases, and its speed relative to the first layout's."""
     first = rows[0]
 
     def quartiles(row: Row) -> str:
@@ -58,7 +58,7 @@ def _times(rows: Sequence[Row]) -> Columns:
     columns: Columns = {"step": partial(_median, "step"), "quartiles": quartiles}
     columns |= {"fwd": partial(_median, "forward"), "bwd": partial(_median, "backward")}
     columns |= {"opt": lambda row: f"{row.spread('optimizer').median:.2g}"}
-    columns |= {f"× {first.contestant.way}".replace("native ", "native\n"): faster}
+    columns |= {f"× {first.layout.way}".replace("native ", "native\n"): faster}
     if first.slow is not None:
         columns["planned"] = lambda row: "–" if row.planned is None else f"{row.planned:.3g}"
     return columns
@@ -78,7 +78,7 @@ def _bytes(level: str, row: Row) -> str:
 
 
 def _slow_details() -> Columns:
-    """Of emulated devices: no values, so no losses."""
+    """The columns for emulated devices, which compute no values and so no losses."""
     return {
         "busy": partial(_share, "busy"),
         "exposed": partial(_share, "exposed"),
@@ -98,7 +98,7 @@ def _details(rows: Sequence[Row]) -> Columns:
     return {
         "sent": lambda row: quantity(row.sent),
         **(shaped if rows[0].rate else {}),
-        "waited": lambda row: "–" if row.contestant.native else _share("exposed", row),
+        "waited": lambda row: "–" if row.layout.native else _share("exposed", row),
         "peak": lambda row: quantity(row.peak),
         "GFLOP": lambda row: f"{max(count.flops for count in row.counts) / 1e9:.2f}",
     }
@@ -112,25 +112,25 @@ def _slow_remarks(rows: Sequence[Row]) -> list[str]:
         "the same figures; CPU: of the cores' time, the ranks' own; "
         f"counts: whether that is at most {MOST_CPU:.0%}, or with --quick at most {MOST_CPU_ROUGH:.0%}, which is rough."
     ]
-    wrong = [row.contestant.name for row in rows if not row.as_predicted]
+    wrong = [row.layout.name for row in rows if not row.as_predicted]
     lines.append(f"Bytes differ from the formula: {', '.join(wrong)}." if wrong else "Bytes equal the formula's.")
     for how in ("rough", "not counted"):
-        names = ", ".join(row.contestant.name for row in rows if row.counts_as == how)
+        names = ", ".join(row.layout.name for row in rows if row.counts_as == how)
         if names:
             lines.append(f"{how.capitalize()}: {names}: the ranks' own work took too much; use a larger factor.")
     return lines
 
 
 def against_native(rows: Sequence[Row]) -> str:
-    """How our fastest compares with the fastest of PyTorch's own; "" where one of them is not among the rows."""
-    ours = [row for row in rows if row.contestant.cuboidal]
-    theirs = [row for row in rows if row.contestant.native]
+    """Compares our fastest with the fastest of PyTorch's own; "" unless both are among the rows."""
+    ours = [row for row in rows if row.layout.cuboidal]
+    theirs = [row for row in rows if row.layout.native]
     if not ours or not theirs:
         return ""
     best, rival = (min(group, key=lambda row: row.spread("step").median) for group in (ours, theirs))
     ratio = rival.spread("step").median / best.spread("step").median
     apart = best.spread("step").high < rival.spread("step").low
-    names = f"{best.contestant.name} against {rival.contestant.name}, the fastest of PyTorch's own"
+    names = f"{best.layout.name} against {rival.layout.name}, the fastest of PyTorch's own"
     return f"{names}: {ratio:.2f} × as fast" + ("." if apart else "; there is nothing to gain here.")
 
 
@@ -139,10 +139,10 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
         rows[0].rate
     )
     lines = [f"Seconds a step; sent, peak: bytes of a rank{crossed}; waited: of the step, for communication."]
-    wrong = [row.contestant.name for row in rows if not row.as_predicted]
+    wrong = [row.layout.name for row in rows if not row.as_predicted]
     lines.append(f"Bytes differ from the formula: {', '.join(wrong)}." if wrong else "Bytes equal the formula's.")
     if rows[0].rate:
-        network = {row.contestant.name: row.spread("network").median for row in rows}
+        network = {row.layout.name: row.spread("network").median for row in rows}
         least = min(network, key=lambda name: network[name])
         says = (
             "so the ratios are the network's"

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch.distributed as dist
 
-from cuboid.bench.contestant import Contender, Contestant
+from cuboid.bench.layouts import Layout, LayoutRunner
 from cuboid.bench.problem import Problem
 from cuboid.device import synchronize
 from cuboid.emulate.device import Emulated
@@ -22,7 +22,7 @@ Counts = dict[str, dict[str, tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Count:
-    """Of one step, on one rank: what does not depend on the clock. The peak is rank 0's, else 0."""
+    """What does not depend on the clock, of one step on one rank. The peak is 0 except on rank 0."""
 
     loss: float | None  # None on emulated devices, which compute no values
     traffic: Counts  # (calls, bytes) per axis and collective
@@ -34,18 +34,18 @@ class Count:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one step, on one rank, in seconds."""
+    """The times of one step on one rank, in seconds."""
 
     forward: float
     backward: float
     optimizer: float
-    exposed: float  # waiting for communication; not known of native, but on emulated devices
-    crossed: int  # bytes that left this rank's host, all its ranks'
+    exposed: float  # waiting for communication; for native known only on emulated devices
+    crossed: int  # bytes that all ranks of this host sent to others
     cpu: float  # seconds of all this rank's threads
     began: float  # by `time.perf_counter`
     busy: float = 0.0  # of an emulated device
     late: float = 0.0  # by which messages left later than an emulated device would have sent them
-    left: int = 0  # bytes that left this rank for others, on its host or not; 0 where ranks share their host's loopback
+    left: int = 0  # bytes that this rank sent to any other; 0 if ranks share their host's loopback
 
     @property
     def step(self) -> float:
@@ -53,23 +53,23 @@ class Times:
 
 
 def slowest(ranks: Sequence[Sequence[Times]]) -> list[Times]:
-    """Of each step, as every rank timed them."""
+    """The slowest rank's times of each step."""
     return [max(step, key=lambda times: times.step) for step in zip(*ranks, strict=True)]
 
 
-def count(world: World, contestant: Contestant, problem: Problem, slow: SlowMotion | None = None) -> Count:
+def count(world: World, layout: Layout, problem: Problem, slow: SlowMotion | None = None) -> Count:
     """One step, under rank 0's memory meter, which slows a rank down, so the others go without. The FLOP counter holds
     on to tensors, so native, whose FLOPs have no formula, takes a second one. On emulated devices nothing is computed,
     nor does it take any time here."""
-    runner, metered = contestant.runner(problem, world), world.rank == 0
-    memory, predicted = Memory(runner.module), contestant.cost(problem, world.rank)
+    runner, metered = layout.runner(problem, world), world.rank == 0
+    memory, predicted = Memory(runner.module), layout.cost(problem, world.rank)
     try:
         with device_of(slow and slow.instant(), world):
             with memory if metered else nullcontext(), runner.counted():
                 loss = runner.forward(*problem.data())
                 loss.backward()
             traffic, flops = runner.ledger.counts(), predicted.flops
-            if contestant.native:
+            if layout.native:
                 runner.optimizer.zero_grad()
                 with count_flops() as counter, runner.counted():
                     runner.forward(*problem.data()).backward()
@@ -87,12 +87,12 @@ def device_of(slow: SlowMotion | None, world: World) -> AbstractContextManager[E
 
 
 def turn(
-    world: World, contestant: Contestant, problem: Problem, steps: int, cold: bool, slow: SlowMotion | None = None
+    world: World, layout: Layout, problem: Problem, steps: int, cold: bool, slow: SlowMotion | None = None
 ) -> list[Times]:
-    """Make the model, warm it up, time `steps` steps, give everything back. Where links are slow (`cold`) the warm-up
+    """Creates the model, warms it up, times `steps` steps, releases everything. If links are slow (`cold`) the warm-up
     is a step of a few tokens, which opens every connection."""
-    runner = contestant.runner(problem, world)
-    short = contestant.shape.y if contestant.native else 1  # torch's own cuts the sequence, and pads nothing
+    runner = layout.runner(problem, world)
+    short = layout.shape.y if layout.native else 1  # torch's own splits the sequence without padding
     try:
         with device_of(slow, world) as device:
             take_step(runner, problem, short if cold else problem.seq)
@@ -104,18 +104,18 @@ def turn(
         runner.close()
 
 
-def take_step(runner: Contender, problem: Problem, seq: int) -> None:
+def take_step(runner: LayoutRunner, problem: Problem, seq: int) -> None:
     runner.forward(*problem.data(seq)).backward()
     update(runner)
 
 
-def update(runner: Contender) -> None:
+def update(runner: LayoutRunner) -> None:
     runner.clip()
     runner.optimizer.step()
     runner.optimizer.zero_grad()
 
 
-def timed_step(runner: Contender, problem: Problem, world: World, device: Emulated | None = None) -> Times:
+def timed_step(runner: LayoutRunner, problem: Problem, world: World, device: Emulated | None = None) -> Times:
     data = problem.data()
     runner.ledger.reset()
     now(device)
@@ -141,7 +141,7 @@ def timed_step(runner: Contender, problem: Problem, world: World, device: Emulat
 
 
 def now(device: Emulated | None = None) -> float:
-    """When the device has done what it was given."""
+    """The time when the device has finished its work."""
     if device is not None:
         device.synchronize()
     else:
@@ -150,10 +150,10 @@ def now(device: Emulated | None = None) -> float:
 
 
 def sent_by(world: World) -> int:
-    """By this rank so far, if its link inside the host is shaped: it then has a network device of its own."""
+    """Bytes sent by this rank so far, if its link inside the host is shaped, so that it has its own network device."""
     return world.host.sent_by_rank() if world.host is not None and world.host.uplink[0] else 0
 
 
 def sent_to_others(world: World) -> int:
-    """By all ranks of this host so far, as the kernel counts; 0 where no link joins hosts of its own."""
+    """Bytes sent by all ranks of this host so far, by the kernel's count; 0 without emulated hosts."""
     return 0 if world.host is None else world.host.sent()

@@ -301,7 +301,7 @@ def timed(what: str, ctx: typer.Context) -> None:
         o |= {name: value for name, value in asdict(own).items() if name not in given}
     _check_policy(o["activations"], o["weights"])
     sizes = _whole_numbers(o["ranks"])
-    from cuboid.bench.contestant import begin_with, every, possible, scaling
+    from cuboid.bench.layouts import begin_with, every, possible, scaling
     from cuboid.bench.plot import draw
     from cuboid.bench.problem import Problem
     from cuboid.bench.result import Result
@@ -352,8 +352,8 @@ def timed(what: str, ctx: typer.Context) -> None:
     for size in sizes:
         problem = base.grown(size, sizes[0]) if what == "weak" else base
         found = every(problem, size, slow is not None) if what == "layouts" else scaling(problem, size, per_host)
-        contestants, left_out = possible(found, problem)
-        able = {contestant.name: contestant for contestant in contestants}
+        runnable, left_out = possible(found, problem)
+        able = {layout.name: layout for layout in runnable}
         chosen = [able[name] for name in begin_with(only, list(able), left_out)]
         for name in left_out if is_first() else ():
             if name.startswith(tuple(only)):

@@ -22,7 +22,7 @@ MOST_ERROR, MOST_REGRET = 0.15, 0.05
 
 
 @dataclass(frozen=True)
-class Step:
+class CheckedStep:
     """One cuboid's, in seconds."""
 
     cuboid: str
@@ -43,9 +43,9 @@ class Check:
     path: str
     rate: str
     reference: str
-    steps: list[Step]
+    steps: list[CheckedStep]
 
-    def error(self, step: Step) -> float:
+    def error(self, step: CheckedStep) -> float:
         base = next(each for each in self.steps if each.cuboid == self.reference)
         return (step.predicted / base.predicted) / (step.measured / base.measured) - 1
 
@@ -56,11 +56,11 @@ class Check:
         return sum(others) / max(len(others), 1)
 
     @property
-    def choice(self) -> Step:
+    def choice(self) -> CheckedStep:
         return min(self.steps, key=lambda step: step.predicted)
 
     @property
-    def fastest(self) -> Step:
+    def fastest(self) -> CheckedStep:
         return min(self.steps, key=lambda step: step.measured)
 
     @property
@@ -107,7 +107,7 @@ def _name(row: dict[str, Any]) -> str:
     return str(Cuboid.stored(row["shape"]))
 
 
-def _step(hw: Hardware, row: dict[str, Any]) -> Step:
+def _step(hw: Hardware, row: dict[str, Any]) -> CheckedStep:
     problem = row["problem"]
     cuboid = Cuboid.stored(row["shape"], row["order"])
     known = {each.name for each in fields(ModelConfig)}
@@ -123,7 +123,7 @@ def _step(hw: Hardware, row: dict[str, Any]) -> Step:
     policy = Policy(**{each.name: problem["policy"][each.name] for each in fields(Policy)})
     predicted = predict(hw, Work(config, batch, seq, "fp32"), cuboid, Choice("none", policy, schedule))
     step = row["spread"]["step"]
-    return Step(_name(row), step["median"], step["low"], step["high"], predicted.seconds)
+    return CheckedStep(_name(row), step["median"], step["low"], step["high"], predicted.seconds)
 
 
 def shaped(hw: Hardware, bits: float, node: int) -> Hardware:

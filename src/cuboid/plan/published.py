@@ -65,7 +65,7 @@ class Megatron:
         one = np.ones(1, dtype=np.int64)
         prices = Prices(hw, precision, itemsize, groups([cuboid], one, hw.node))
         tape = Tape(prices, overlap=False)
-        play = _Megatron(self, tape, itemsize)
+        play = _MegatronPlay(self, tape, itemsize)
         count = self.batch // (self.data * self.micro_batch)
         play.ends()
         for _ in range(self.layers):
@@ -83,7 +83,7 @@ class Megatron:
         return 96 * self.batch * self.seq * self.layers * h**2 * (1 + share)
 
 
-class _Megatron:
+class _MegatronPlay:
     """One micro-batch of one rank."""
 
     def __init__(self, of: Megatron, tape: Tape, itemsize: int) -> None:
@@ -141,7 +141,7 @@ class _Megatron:
         self.stream(self.m * self.h, 4, 4, 1)
 
 
-class _Summa(_Megatron):
+class _SummaPlay(_MegatronPlay):
     """Optimus: tokens, features and weights cut by side × side. A product takes `side` rounds, each after a broadcast
     of both blocks; `Megatron.tensor` is the side. Collectives are added from the ledger's formulas."""
 
@@ -165,7 +165,7 @@ def summa_seconds(hw: Hardware, of: Megatron, precision: str = "fp32", itemsize:
     config = ModelConfig("gpt2", of.layers, of.hidden, of.heads, of.vocab, of.seq, tied=True)
     cuboid = Cuboid(1, side, side)
     tape = Tape(Prices(hw, precision, itemsize, groups([cuboid], np.ones(1, dtype=np.int64), hw.node)), overlap=False)
-    play = _Summa(of, tape, itemsize)
+    play = _SummaPlay(of, tape, itemsize)
     for _ in range(of.layers):
         play.layer()
     cost = two_d_cost(config, cuboid, cuboid.coordinates(0), of.batch, of.seq, recompute=of.recompute)

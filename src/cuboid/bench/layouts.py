@@ -1,4 +1,4 @@
-"""The ways of spreading one model over the same ranks, each ready to take training steps."""
+"""The layouts that benchmarks compare: ways of spreading one model over the same ranks, ready to train."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,22 +31,22 @@ from cuboid.run.launch import World
 from cuboid.step.runner import At
 from cuboid.step.schedule import OFF, Schedule
 
-#: The ideal ones send the least that their algorithm can, where gloo's collectives send more.
+#: "ideal": sends the least that the algorithm needs; gloo's own collectives send more.
 Way = Literal[
     "serial", "1-D", "1-D+SP", "2-D", "2-D ideal", "2.5-D", "FSDP×TP", "cube", "cuboid", "native", "native ideal", "DDP"
 ]
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Layout:
     """`shape` is the block of ranks: y for 1-D; layers × rows × columns for 2-D, 2.5-D; x = FSDP, y = TP for native."""
 
     way: Way
     shape: Cuboid
-    overlap: bool = True  # False: a cuboid that hides nothing
+    overlap: bool = True  # False: a cuboid without overlap
     sp: bool = True  # native: with sequence parallelism
     tuned: bool = False  # native: gathered weights stay from forward to backward, whatever the policy
-    beside: bool = False  # a cuboid that runs the forward of a micro-batch beside the backward of the one before it
+    beside: bool = False  # a cuboid that runs each forward beside the previous micro-batch's backward
 
     @property
     def native(self) -> bool:
@@ -55,7 +55,7 @@ class Contestant:
 
     @property
     def cuboidal(self) -> bool:
-        """Whether it is one of ours: what `cuboid plan` plans."""
+        """Whether it is one of ours, which `cuboid plan` plans."""
         return self.way in ("cube", "cuboid", "FSDP×TP")
 
     @property
@@ -83,7 +83,7 @@ class Contestant:
         return f"{self.way} {k.x},{k.y},{k.z}{order}" + ("" if self.overlap else ", nothing hidden")
 
     def cost(self, problem: Problem, rank: int) -> Cost:
-        """By formula, of one rank and one step."""
+        """The cost of one step on one rank, by formula."""
         p, k = problem, self.shape
         at = k.coordinates(rank)
         if self.native:
@@ -95,12 +95,12 @@ class Contestant:
         return step_cost(p.config, k, at, p.batch, p.seq, p.policy, schedule=self.schedule(p))
 
     def native_options(self, problem: Problem) -> dict[str, bool]:
-        """Of `Native` and its cost."""
+        """Options of `Native` and of its cost."""
         reshard = problem.policy.weights == "regather" and not self.tuned
         return {"ideal": self.way == "native ideal", "reshard": reshard, "sp": self.sp, "ddp": self.way == "DDP"}
 
     def schedule(self, problem: Problem) -> Schedule:
-        """Of a cuboid, what suits its sizes and the network."""
+        """For a cuboid, a schedule that suits its sizes and the network; for others none."""
         if not self.cuboidal or not self.overlap:
             return OFF
         suits = suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4, problem.apart)
@@ -115,11 +115,11 @@ class Contestant:
             return TwoD(problem.config, mesh)
         return CuboidParallel(problem.config, mesh, problem.policy, schedule=self.schedule(problem))
 
-    def runner(self, problem: Problem, world: World) -> "Contender":
+    def runner(self, problem: Problem, world: World) -> "LayoutRunner":
         return NativeRunner(self, problem, world) if self.native else ModelRunner(self, problem, world)
 
 
-class Contender(Protocol):
+class LayoutRunner(Protocol):
     """One rank's model and optimizer."""
 
     optimizer: torch.optim.Optimizer
@@ -129,13 +129,13 @@ class Contender(Protocol):
     def module(self) -> nn.Module: ...
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of the whole batch, given whole."""
+        """The loss of the unsharded batch."""
 
     def clip(self) -> None:
         """Scale the gradients to a norm of at most 1."""
 
     def counted(self) -> AbstractContextManager[object]:
-        """Within it the ledger counts."""
+        """A context in which the ledger counts."""
 
     def close(self) -> None: ...
 
@@ -145,25 +145,25 @@ def adamw(module: nn.Module) -> torch.optim.AdamW:
 
 
 class ModelRunner:
-    """Ours, whatever the parallel."""
+    """Runs our model under any parallelism."""
 
-    def __init__(self, contestant: Contestant, problem: Problem, world: World) -> None:
+    def __init__(self, layout: Layout, problem: Problem, world: World) -> None:
         self.mesh = Mesh(
-            contestant.shape,
+            layout.shape,
             world.rank,
             world.device,
-            overlap=contestant.overlap,
+            overlap=layout.overlap,
             per_host=world.local_size,
-            by_host=contestant.by_host,
+            by_host=layout.by_host,
             share_device=world.crowded,
         )
-        self._parallel = contestant.parallel(problem, self.mesh)
+        self._parallel = layout.parallel(problem, self.mesh)
         self.module = Transformer(self._parallel, problem.seed)
         self.optimizer: torch.optim.Optimizer = adamw(self.module)
         self.ledger, self._micro_batches = self.mesh.ledger, problem.micro_batches
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Of several micro-batches the backwards too: none is left for the loss that it returns."""
+        """The loss. With several micro-batches it runs the backwards too; the returned loss then has none left."""
         place = self._parallel.place(*tokens.shape)
         ids, wanted = place.take(tokens, 0), place.take(targets, -100)
         if self._micro_batches > 1:
@@ -176,18 +176,18 @@ class ModelRunner:
         torch._foreach_mul_([shard_of(p.grad) for p in self.module.parameters() if p.grad is not None], scale)
 
     def counted(self) -> AbstractContextManager[object]:
-        return nullcontext()  # it always does
+        return nullcontext()  # it always counts
 
     def close(self) -> None:
         self.mesh.close()
 
 
 class NativeRunner:
-    """PyTorch's own."""
+    """Runs PyTorch's own model."""
 
-    def __init__(self, contestant: Contestant, problem: Problem, world: World) -> None:
-        k = contestant.shape
-        options = contestant.native_options(problem)
+    def __init__(self, layout: Layout, problem: Problem, world: World) -> None:
+        k = layout.shape
+        options = layout.native_options(problem)
         self._native = Native(problem.config, world, k.x, k.y, problem.seed, torch.float32, **options)
         self.module = self._native.model
         self.optimizer: torch.optim.Optimizer = adamw(self.module)
@@ -206,86 +206,86 @@ class NativeRunner:
         self._native.close()
 
 
-# Who takes part
+# Which layouts are compared
 
 
-def scaling(problem: Problem, ranks: int, per_host: int) -> Iterator[Contestant]:
-    """The paper's contestants, where so many ranks have the shape for them, and the cuboid and the FSDP × TP mesh that
-    the formulas find best. 1-D+SP sends 1-D's bytes, but its reduce-scatter goes straight to every rank, where 1-D's
-    ring leaves a host once: between hosts of several ranks it would only be slower."""
-    yield Contestant("1-D", Cuboid(1, ranks, 1))
+def scaling(problem: Problem, ranks: int, per_host: int) -> Iterator[Layout]:
+    """The paper's layouts, if this number of ranks allows their shapes, and the best cuboid and FSDP × TP mesh by
+    formula. 1-D+SP is left out: it sends as many bytes as 1-D, but its direct reduce-scatter crosses between hosts more
+    often than 1-D's ring."""
+    yield Layout("1-D", Cuboid(1, ranks, 1))
     for square in _squares(ranks):
         yield square
         if square.way == "2-D" and 1 < per_host < square.shape.z:  # rows of several hosts, each with several ranks
-            yield Contestant("2-D ideal", square.shape)
-    yield Contestant("FSDP×TP", best(problem, ranks, per_host, flat=True))
+            yield Layout("2-D ideal", square.shape)
+    yield Layout("FSDP×TP", best(problem, ranks, per_host, flat=True))
     edge, found = round(ranks ** (1 / 3)), best(problem, ranks, per_host)
     cube = Cuboid(edge, edge, edge)
     if cube.ranks == ranks:
-        yield Contestant("cube", cube)
+        yield Layout("cube", cube)
     if found != cube:
-        yield Contestant("cuboid", found)
+        yield Layout("cuboid", found)
 
 
-def _squares(ranks: int) -> Iterator[Contestant]:
-    """2-D and 2.5-D."""
+def _squares(ranks: int) -> Iterator[Layout]:
+    """The 2-D and 2.5-D layouts of this number of ranks."""
     side = isqrt(ranks)
     if side * side == ranks:
-        yield Contestant("2-D", Cuboid(1, side, side))
+        yield Layout("2-D", Cuboid(1, side, side))
     depth, side = _deepest(ranks)
     if depth > 1:
-        yield Contestant("2.5-D", Cuboid(depth, side, side))
+        yield Layout("2.5-D", Cuboid(depth, side, side))
 
 
 def _deepest(ranks: int) -> tuple[int, int]:
-    """Layers × side² = ranks with the most layers that are no more than the side; (1, 1) if there is none."""
+    """(layers, side) with layers × side² = ranks and the most layers ≤ side; (1, 1) if there is none."""
     found = [(ranks // q**2, q) for q in range(2, ranks) if ranks % q**2 == 0 and ranks // q**2 <= q]
     return max(found, default=(1, 1))
 
 
-def every(problem: Problem, ranks: int, emulated: bool = False) -> Iterator[Contestant]:
-    """Every layout and every cuboid of so many ranks. DDP's collectives are launched from C++, where emulated devices
-    do not see them: it is left out there."""
-    yield Contestant("1-D", Cuboid(1, ranks, 1))
-    yield Contestant("1-D+SP", Cuboid(1, ranks, 1))
+def every(problem: Problem, ranks: int, emulated: bool = False) -> Iterator[Layout]:
+    """All layouts and cuboids of this number of ranks. On emulated devices DDP is left out: it launches collectives
+    from C++, where they are not seen."""
+    yield Layout("1-D", Cuboid(1, ranks, 1))
+    yield Layout("1-D+SP", Cuboid(1, ranks, 1))
     yield from _squares(ranks)
     for shape in feasible(problem, ranks):
-        yield Contestant("cuboid", shape)
+        yield Layout("cuboid", shape)
     for tp in (p for p in range(1, ranks + 1) if ranks % p == 0 and problem.batch % (ranks // p) == 0):
         yield from _natives(Cuboid(ranks // tp, tp, 1), not emulated)
 
 
-def _natives(shape: Cuboid, ddp: bool) -> Iterator[Contestant]:
-    """PyTorch's own on one mesh, each way that may be its best: with sequence parallelism and without ("-SP"), weights
-    gathered again in backward or kept ("+"), gloo's reduce-scatters or the least traffic ("ideal"), and DDP."""
+def _natives(shape: Cuboid, ddp: bool) -> Iterator[Layout]:
+    """PyTorch's own on one mesh, in all variants that may be fastest: with sequence parallelism and without ("-SP"),
+    weights gathered again in backward or kept ("+"), gloo's reduce-scatters or the least traffic ("ideal"), and DDP."""
     for sp in (True, False)[: 1 + (shape.y > 1)]:
         for tuned in (False, True)[: 1 + (shape.x > 1)]:
-            yield Contestant("native", shape, sp=sp, tuned=tuned)
-    yield Contestant("native ideal", shape, tuned=shape.x > 1)
+            yield Layout("native", shape, sp=sp, tuned=tuned)
+    yield Layout("native ideal", shape, tuned=shape.x > 1)
     if ddp and shape.y == 1 < shape.x:
-        yield Contestant("DDP", shape)
+        yield Layout("DDP", shape)
 
 
-def possible(contestants: Iterable[Contestant], problem: Problem) -> tuple[list[Contestant], dict[str, str]]:
-    """Those that can run this problem, and why the others, by name, cannot: a layout may need more heads or a larger
-    batch than there are."""
+def possible(layouts: Iterable[Layout], problem: Problem) -> tuple[list[Layout], dict[str, str]]:
+    """Returns the layouts that can run this problem, and by name why others cannot: a layout may need more heads or a
+    larger batch."""
     found, left_out = [], {}
-    for contestant in contestants:
+    for layout in layouts:
         try:
-            contestant.cost(problem, 0)
+            layout.cost(problem, 0)
         except ValueError as error:
-            left_out[contestant.name] = str(error)
+            left_out[layout.name] = str(error)
         else:
-            found.append(contestant)
+            found.append(layout)
     return found, left_out
 
 
 def begin_with(only: Sequence[str], names: Sequence[str], left_out: Mapping[str, str] | None = None) -> list[str]:
-    """The names that begin with one of `only`, each of which must begin some."""
+    """The names that start with one of `only`. Raises ValueError if no name starts with one of them."""
     for each in only:
         if not any(name.startswith(each) for name in names):
             for name, why in (left_out or {}).items():
                 if name.startswith(each):
                     raise ValueError(f"--only {each!r}: {name} cannot run: {why}")
-            raise ValueError(f"--only {each!r} is the beginning of none of {', '.join(names)}")
+            raise ValueError(f"--only {each!r} matches the start of none of {', '.join(names)}")
     return [name for name in names if name.startswith(tuple(only))]
