@@ -133,7 +133,7 @@ def test_data_cli_build_reports_bad_bytes_and_rejects_above_limit(tmp_path: Path
 
 def test_data_load_rejects_part_of_built_tokens(tmp_path: Path) -> None:
     build(text_files([write(tmp_path / "text", a="abc" * 100)]), tmp_path / "out", BYTES)
-    with pytest.raises(ValueError, match=r"train\.bin is one part of built tokens; give its folder, .*out$"):
+    with pytest.raises(ValueError, match=r"train\.bin is one file of built tokens; give its folder, .*out$"):
         load([tmp_path / "out" / "train.bin"])
 
 
