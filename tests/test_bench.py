@@ -265,7 +265,7 @@ def test_bench_cli_accuracy_matches_serial_losses(tmp_path: Path) -> None:
     [
         (["strong", "--ranks", "8,x"], "whole numbers"),
         (["strong", "--rate", "quick"], "25mbit"),
-        (["layouts", "--only", "9-D"], "beginning of none"),
+        (["layouts", "--only", "9-D"], "start of none"),
         (["layouts", "--ranks", "4", "--heads", "2", "--only", "1-D"], "--only '1-D': 1-D cannot run: heads=2"),
         (["layouts", "--activations", "keep"], "regather, retain"),
         (["strong", "--ranks", "7", "--heads", "64"], "do not fill hosts"),
@@ -273,7 +273,7 @@ def test_bench_cli_accuracy_matches_serial_losses(tmp_path: Path) -> None:
         (["strong", "--rate", "", "--hosts", "2"], "--hosts: hosts are made"),
         (["layouts", "--ranks-per-host", "2"], "--ranks-per-host: hosts are made"),
         (["strong", "--hosts", "2", "--ranks", "8"], "give one of them"),
-        (["cpu", "--only", "cube"], "beginning of none of cuboid 1,1,8"),
+        (["cpu", "--only", "cube"], "start of none of cuboid 1,1,8"),
     ],
 )
 def test_bench_cli_rejects_bad_options_before_work(words: list[str], says: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Results of `cuboid bench layouts`, predicted: how far off is each step, and was the plan's choice right?"""
+"""Compares results of `cuboid bench layouts` with predictions: the error of each step, and of the plan's choice."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ MOST_ERROR, MOST_REGRET = 0.15, 0.05
 
 @dataclass(frozen=True)
 class CheckedStep:
-    """One cuboid's, in seconds."""
+    """One cuboid's step, in seconds."""
 
     cuboid: str
     measured: float
@@ -38,7 +38,7 @@ class CheckedStep:
 
 @dataclass(frozen=True)
 class Check:
-    """Of one file and one network. Errors are of the ratio to a reference that took turns with all others."""
+    """The check of one file and network. Errors are of the ratio to a reference that took turns with all others."""
 
     path: str
     rate: str
@@ -51,7 +51,7 @@ class Check:
 
     @property
     def mean_error(self) -> float:
-        """The reference itself is left out: it has none."""
+        """The mean over all but the reference, which has none."""
         others = [abs(self.error(step)) for step in self.steps if step.cuboid != self.reference]
         return sum(others) / max(len(others), 1)
 
@@ -69,7 +69,7 @@ class Check:
 
     @property
     def spread(self) -> float:
-        """Of the fastest and of the choice, quartile to quartile."""
+        """The larger interquartile range of the fastest and of the choice, relative to its time."""
         return max((step.high - step.low) / step.measured for step in (self.choice, self.fastest))
 
     @property
@@ -82,7 +82,7 @@ class Check:
 
 
 def check(path: Path, hw: Hardware) -> list[Check]:
-    """One for every network in the file."""
+    """Returns a check for every network in the file."""
     try:
         found = json.loads(path.read_text("utf-8"))
         rows = [row for row in found["rows"] if row["way"] == "cuboid" and row["spread"]]
@@ -127,8 +127,8 @@ def _step(hw: Hardware, row: dict[str, Any]) -> CheckedStep:
 
 
 def shaped(hw: Hardware, bits: float, node: int) -> Hardware:
-    """The same ranks on hosts of `node` each, whose links have so many bits a second. A byte takes its time on the wire
-    and in the processor. Ranks that share cores do both at once; else compute is slowed for the processor's share."""
+    """The same ranks on hosts of `node` each, whose links have `bits` per second. A byte takes time on the wire and in
+    the processor. Ranks that share cores do both at once; else compute is slowed by the processor's share."""
     wire, share = bits / 8, 0.0
     name = f"{hw.name}, {bits / 1e6:g} Mbit/s"
     if hw.cores:
@@ -161,6 +161,6 @@ def show(checks: Sequence[Sequence[Check]], console: Console, as_json: bool) -> 
             f"Mean error {each.mean_error:.0%} (at most {MOST_ERROR:.0%}); the plan takes {each.choice.cuboid}, "
             f"{each.regret:.0%} slower than the fastest, {each.fastest.cuboid} "
             f"(at most {max(MOST_REGRET, each.spread):.0%}): "
-            f"{'as it should be' if each.ok else 'MISSES'}.",
+            f"{'good' if each.ok else 'MISSES'}.",
             highlight=False,
         )

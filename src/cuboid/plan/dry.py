@@ -1,8 +1,8 @@
-"""The real model code of one rank, without the others and without data: what it calls, sends, computes and holds.
+"""Dry runs: the model code of one rank, without other ranks and data. Counts what it calls, sends, computes and holds.
 
-Collectives send nothing and tensors have shapes alone, so a rank of thousands runs on any machine. The rank calls what
-it would call on gloo or on NCCL, and as there a message's memory is held until it is awaited: what a step allocates, to
-the byte, whatever else the machine is doing.
+Collectives send nothing and tensors have only shapes, so a rank of thousands runs on any machine. It makes the same
+calls as on gloo or NCCL, and a message's memory is held until it is awaited. So allocations are exact to the byte,
+whatever else the machine is doing.
 """
 
 from dataclasses import dataclass
@@ -22,18 +22,18 @@ from cuboid.run.launch import World
 from cuboid.run.silent import silently
 from cuboid.step.runner import At
 
-MOST_RANKS = 4096  # of whom the groups take seconds to make
-NEAR = 0.1  # how far the peak, which has no exact formula, may be from the plan's
+MOST_RANKS = 4096  # whose groups take seconds to make
+NEAR = 0.1  # largest error of the planned peak, which has no exact formula
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Of a forward and backward of one rank; on a pipe, of all micro-batches of a step."""
+    """What was counted in a forward and backward of one rank; on a pipe, of all micro-batches of a step."""
 
     counts: dict[str, dict[str, tuple[int, int]]]  # (calls, bytes) per axis and collective
     flops: int
     parameters: int  # bytes
-    saved: int | None  # on a pipe several micro-batches' are alive
+    saved: int | None  # None on a pipe, where several micro-batches are alive
     peak: int  # AdamW's moments included, and where there are micro-batches the gradients of those before
 
 
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: str = "gloo") -> Counted:
-    """Of one micro-batch or, on a pipe, of a step's; all ranks on one host."""
+    """Runs one micro-batch or, on a pipe, those of a step, as if all ranks were on one host."""
     if cuboid.ranks > MOST_RANKS:
         raise ValueError(f"a dry run of {cuboid.ranks} ranks is beyond {MOST_RANKS}; choose fewer devices")
     if not 0 <= rank < cuboid.ranks:
@@ -65,7 +65,7 @@ def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: 
 def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
     mesh = Mesh(cuboid, world.rank)
     with FakeTensorMode():
-        config = work.config.replace(dropout=0.0)  # whose seed would be read, and shapes have no values
+        config = work.config.replace(dropout=0.0)  # dropout would read its seed, and shapes have no values
         parallel = CuboidParallel(config, mesh, choice.policy, COMPUTE[work.precision], choice.schedule)
         model = Transformer(parallel, recompute=choice.recompute)
         model.freeze(work.freeze)
@@ -95,7 +95,7 @@ def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
 
 
 def compare(counted: Counted, plan: Plan, work: Work, rank: int = 0) -> list[Comparison]:
-    """What was counted on a rank, one that has the largest shards of its place, against the plan."""
+    """Compares the counts of a rank, which has the largest shards of its place, with the plan."""
     cost, held = plan.cost(work, rank), plan.memory
     if plan.places:
         held = plan.places[plan.cuboid.coordinates(rank)["pipe"]].memory

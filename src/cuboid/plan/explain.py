@@ -1,4 +1,4 @@
-"""Why the first plan is first and what limits it; and where nothing fits, which limit binds and what would help."""
+"""Explains why the first plan is first and what limits it or, if nothing fits, what would help."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def limit(plan: Plan) -> str:
 
 
 def why(ranking: Ranking) -> str:
-    """One sentence."""
+    """One sentence on why the first plan is first."""
     first = ranking.plans[0]
     rivals = {name: plan for name, plan in ranking.corners.items() if plan and plan.cuboid.sizes != first.cuboid.sizes}
     if not rivals:
@@ -57,7 +57,7 @@ def gigabytes(size: float) -> str:
 
 
 def nothing_fits(ranking: Ranking, only: Cuboid | None = None) -> str:
-    """For an empty ranking, of one cuboid or of all: what binds, and the smallest change that helps."""
+    """For an empty ranking, of one cuboid or of all: which memory is too large, and the smallest change that helps."""
     least, hw = ranking.too_large[0], ranking.hardware
     largest = max(least.memory, key=lambda kind: least.memory[kind])
     which = f"nothing fits: the smallest, {least.cuboid}" if only is None else f"{least.cuboid} does not fit: it"
@@ -69,19 +69,19 @@ def nothing_fits(ranking: Ranking, only: Cuboid | None = None) -> str:
 
 
 def remedy(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> str:
-    """The smallest change that makes it fit: fewer sequences at a time, another cuboid, else more devices."""
+    """The smallest change that makes it fit: more micro-batches, another cuboid, else more devices."""
     if fewer := _micro_batches(hw, work, devices, only):
         return f"--micro-batches {fewer} would fit"
     if only is not None:
         if others := rank(hw, work, devices).plans:
-            return f"no fewer sequences at a time would help; of {devices} devices {others[0].cuboid} would fit"
+            return f"more micro-batches would not help; of {devices} devices {others[0].cuboid} would fit"
         if fewer := _micro_batches(hw, work, devices):
             first = rank(hw, _in_micro_batches(work, fewer), devices).plans[0]
             return f"{first.cuboid} would fit with --micro-batches {fewer}"
     for factor in (2, 4, 8, 16, 32, 64):
         if not hw.lacks(devices * factor) and rank(hw, work, devices * factor).plans:
-            return f"no fewer sequences at a time would help, {devices * factor} devices would"
-    return "no fewer sequences at a time nor 64 × as many devices would help; use a smaller model or larger devices"
+            return f"more micro-batches would not help, {devices * factor} devices would"
+    return "neither more micro-batches nor 64 × as many devices would help; use a smaller model or larger devices"
 
 
 def _in_micro_batches(work: Work, count: int) -> Work:
@@ -89,12 +89,12 @@ def _in_micro_batches(work: Work, count: int) -> Work:
 
 
 def _micro_batches(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> int:
-    """The fewest that make it fit; 0: none do."""
+    """The fewest micro-batches that make it fit; 0 if none do."""
     counts = (n * work.micro_batches for n in range(2, work.batch + 1) if work.batch % n == 0)
     for count in counts:
         smaller = _in_micro_batches(work, count)
-        cut = only is None or smaller.batch % only.replicas == 0
-        if cut and rank(hw, smaller, devices, only).plans:
+        divides = only is None or smaller.batch % only.replicas == 0
+        if divides and rank(hw, smaller, devices, only).plans:
             return count
     return 0
 

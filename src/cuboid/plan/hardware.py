@@ -1,6 +1,7 @@
-"""What a machine can do. The one file that knows hardware figures; each preset says where they are from.
+"""Hardware figures, in this file only; each preset names their sources.
 
-Peaks are the vendor's. What is reached is measured: by others for the presets, by `cuboid calibrate` for a file.
+Peaks are the vendor's. Rates that are reached were measured: by others for the presets, by `cuboid calibrate` for a
+file.
 """
 
 import json
@@ -14,13 +15,13 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
-class Range:
-    """The numbers that a figure may be. No machine is near the ends: they keep sums finite."""
+class Limits:
+    """The valid values of a figure. The limits are far from any machine's: they keep sums finite."""
 
     least: float
     most: float
     whole: bool = False
-    none: bool = False  # 0 as well: there is no such thing
+    none: bool = False  # whether 0 is valid too: it stands for none
 
     def __contains__(self, value: Any) -> bool:
         number = isinstance(value, int if self.whole else int | float) and not isinstance(value, bool)
@@ -30,22 +31,22 @@ class Range:
         return f"{'0 or ' * self.none}a {'whole ' * self.whole}number from {self.least:g} to {self.most:g}"
 
 
-Count = Annotated[int, Range(1, 1 << 20, whole=True)]
-CountOrNone = Annotated[int, Range(0, 1 << 20, whole=True)]
-Speed = Annotated[float, Range(1e-6, 1e30)]  # FLOPs or bytes a second
-SpeedOrNone = Annotated[float, Range(1e-6, 1e30, none=True)]
-Seconds = Annotated[float, Range(0, 1e6)]
-Share = Annotated[float, Range(0, 1)]
-Ratio = Annotated[float, Range(1e-6, 1e6)]
+Count = Annotated[int, Limits(1, 1 << 20, whole=True)]
+CountOrNone = Annotated[int, Limits(0, 1 << 20, whole=True)]
+Speed = Annotated[float, Limits(1e-6, 1e30)]  # FLOPs or bytes per second
+SpeedOrNone = Annotated[float, Limits(1e-6, 1e30, none=True)]
+Seconds = Annotated[float, Limits(0, 1e6)]
+Share = Annotated[float, Limits(0, 1)]
+Ratio = Annotated[float, Limits(1e-6, 1e6)]
 
 
 @dataclass(frozen=True)
 class Link:
-    """A collective takes base + hop · rounds + bytes sent ÷ bandwidth. Inside a node the bandwidth is a device's;
-    across nodes it is a node's, all its network cards together, one way."""
+    """A collective takes base + hop · rounds + bytes sent ÷ bandwidth. Inside a node the bandwidth is that of a device;
+    across nodes it is that of a node, with all its network cards, in one direction."""
 
-    base: Seconds  # a call
-    hop: Seconds  # a round
+    base: Seconds  # per call
+    hop: Seconds  # per round
     bandwidth: Speed
 
 
@@ -57,36 +58,36 @@ class Operation:
     stream: Speed
 
 
-#: How cuboid calibrate measures links.
+#: How to measure links with cuboid calibrate.
 REMEDY = {"inside": "with --ranks of at least 2", "across": "with torchrun on at least two nodes"}
-UNKNOWN = Link(0.0, 0.0, 1.0)  # in place of a link that was not measured, where nothing is sent over it
+UNKNOWN = Link(0.0, 0.0, 1.0)  # for a link that was not measured and over which nothing is sent
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The types are the rules: whatever is made or read is held against them."""
+    """A machine's figures. Every value is checked against the limits in its annotation."""
 
     name: str
     node: Count  # devices that share network cards
-    memory: Annotated[float, Range(1, 1e30)]  # bytes a device has for tensors
+    memory: Annotated[float, Limits(1, 1e30)]  # bytes per device for tensors
     peak: dict[str, Speed]  # by precision, for the MFU
-    rate: dict[str, Speed]  # that a large product reaches
+    rate: dict[str, Speed]  # that a large matmul reaches
     stream: Speed  # bytes read and written by elementwise operations
     inside: dict[str, Link]  # by kind of collective; empty: not measured
     across: dict[str, Link]
-    depth: Annotated[float, Range(0, 1e9)] = 128.0  # a product over k features reaches k / (k + depth) of the rate
-    tile: tuple[Count, Count] = (1, 1)  # of a product's output, computed at a time
+    depth: Annotated[float, Limits(0, 1e9)] = 128.0  # a matmul over k features reaches k / (k + depth) of the rate
+    tile: tuple[Count, Count] = (1, 1)  # of a matmul's output, computed at a time
     units: CountOrNone = 0  # that compute a tile each; 0: tiles do not matter
     attention: tuple[Ratio, Ratio] = (0.5, 0.4)  # of the rate, in forward and in backward, masked scores left out
-    launch: Seconds = 5e-6  # an operation takes however small
-    slowdown: Share = 0.15  # of its speed that compute loses while a collective is in flight
+    launch: Seconds = 5e-6  # of any operation, however small
+    slowdown: Share = 0.15  # share of its speed that compute loses while a collective is in flight
     direct: bool = True  # fp32 reduce-scatters too are an all-to-all and a local sum (gloo); NCCL's are rings
-    one_wire: bool = False  # collectives inside a node and across nodes use the same wire, one after the other
-    cores: CountOrNone = 0  # that all ranks share, being more; slowdown is then the processor's share of a collective
-    wire: SpeedOrNone = 0.0  # with cores: bytes of a host's link. 0: nothing holds the ranks back but their cores
+    one_wire: bool = False  # collectives inside a node and across nodes share one wire
+    cores: CountOrNone = 0  # that more ranks share; slowdown is then the processor's share of a collective
+    wire: SpeedOrNone = 0.0  # with cores: bytes per second of a host's link; 0: only cores limit the ranks
     operations: dict[str, Operation] = field(default_factory=dict)  # by PyTorch's name, of those measured one by one
     group: CountOrNone = 0  # nodes that share a link to all others; 0: there are no such groups
-    uplink: SpeedOrNone = 0.0  # with a group: bytes of that link, one way
+    uplink: SpeedOrNone = 0.0  # with a group: bytes per second of that link, in one direction
     source: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +100,7 @@ class Hardware:
         if bool(self.group) != bool(self.uplink):
             raise ValueError(
                 f"hardware {self.name!r} has group={self.group} and uplink={self.uplink:g}; give both, nodes behind "
-                "one link and its bytes a second, or neither"
+                "one link and its bytes per second, or neither"
             )
         for level in ("inside", "across"):
             found = getattr(self, level)
@@ -111,7 +112,7 @@ class Hardware:
 
     @property
     def usual(self) -> str:
-        """The precision of runs that do not say: bf16 where it is the faster, else fp32, else what there is."""
+        """The default precision: bf16 if it is faster, else fp32, else the one there is."""
         return max(sorted({"fp32", "bf16"} & self.rate.keys(), reverse=True) or self.rate, key=self.rate.__getitem__)
 
     def link(self, level: str, kind: str) -> Link:
@@ -119,7 +120,7 @@ class Hardware:
         return found.get(kind, UNKNOWN)
 
     def lacks(self, devices: int) -> str:
-        """The links that so many devices need and that were not measured: inside, across, or none."""
+        """The links that this many devices need but that were not measured: inside, across, or ""."""
         needed = {"inside": min(devices, self.node) > 1, "across": devices > self.node}
         return next((level for level, needs in needed.items() if needs and not getattr(self, level)), "")
 

@@ -1,4 +1,4 @@
-"""Count what a step does on this rank: FLOPs, and bytes alive: at most, and between forward and backward."""
+"""Measures a step on this rank: FLOPs, peak memory, and bytes saved between forward and backward."""
 
 import sys
 import weakref
@@ -18,7 +18,7 @@ from cuboid.mesh.layout import shard_of
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All that are in it. (torch's own way round a tree takes ten times as long.)"""
+    """All tensors in it. (torch's own tree functions take ten times as long.)"""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -41,10 +41,10 @@ class _Alive:
 
 
 class Memory(TorchDispatchMode):
-    """The bytes of this rank's tensors at most, of a module's parameters and all that is made while this is entered.
+    """Peak bytes of this rank's tensors: a module's parameters and all that is allocated inside this context.
 
-    What was alive at the peak is told apart: parameters, gradients, what forward saved for backward, and the rest by
-    the module of this package that made it ("autograd" where PyTorch's own backward did).
+    What was alive at the peak is listed by kind: parameters, gradients, saved activations, and the rest by the module
+    of this package that allocated it ("autograd" if PyTorch's own backward did).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,7 +69,7 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(each, "__tensor_flatten__") for each in types):
-            return NotImplemented  # a wrapper such as DTensor: it comes again with the tensors inside
+            return NotImplemented  # a wrapper such as DTensor, which calls again with the tensors inside
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
             maker = _maker()
@@ -78,8 +78,8 @@ class Memory(TorchDispatchMode):
         return out
 
     def saved(self, loss: Tensor) -> int:
-        """Bytes that forward has saved for backward: what it made that is alive after it, integers, kept weights and
-        the loss apart. From now on they are known as such."""
+        """Bytes that forward saved for backward: what it allocated that is still alive, without integers, kept weights
+        and the loss. From now on they count as saved activations."""
         passed = loss.grad_fn.passed  # type: ignore[union-attr]
         kept = [weight for weights in passed.kept.values() for weight in weights.values()]
         others = {_identity(x) for x in (loss, *kept)}
@@ -90,7 +90,7 @@ class Memory(TorchDispatchMode):
         return sum(alive.size for alive in mine)
 
     def _call(self, tensor: Tensor, kind: str) -> None:
-        """From now on known as `kind`, unless it is a parameter."""
+        """Count a tensor as `kind` from now on, unless it is a parameter."""
         found = self._alive.get(_identity(shard_of(tensor)))
         if found is not None and found[0].kind != "parameters":
             found[0].kind = kind
@@ -113,13 +113,13 @@ class Memory(TorchDispatchMode):
 
 
 def _identity(x: Tensor) -> int:
-    """Of the memory a tensor lies in. A fake one has none, but would."""
+    """An id of a tensor's memory; a fake tensor has one too."""
     return x.untyped_storage()._cdata
 
 
 def _maker() -> str:
-    """The module of this package that the running operation was called from. Nothing, where DTensor finds out what an
-    operation would give: on tensors of global shapes and without values."""
+    """The module of this package that called the running operation; "" while DTensor propagates shapes, on tensors
+    without values."""
     frame = sys._getframe(2)
     while frame is not None:
         package, _, module = frame.f_globals.get("__name__", "").partition(".")
@@ -132,8 +132,8 @@ def _maker() -> str:
 
 
 def count_flops() -> FlopCounterMode:
-    """A counter that knows the CPU's attention kernel, and products in place or wider than their factors, too. Causal
-    attention counts in full, as is the custom."""
+    """A counter that also knows the CPU's attention kernel and matmuls in place or with wider outputs. Causal attention
+    counts in full, as usual."""
     aten = torch.ops.aten
 
     def product(_: torch.Size, a: torch.Size, b: torch.Size, *__: object, **___: object) -> int:

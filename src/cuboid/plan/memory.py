@@ -1,8 +1,8 @@
-"""What a rank holds at the fullest moments of a step, by kind.
+"""Memory of a rank at the peaks of a step, by kind.
 
-At rest: parameters, AdamW's two moments, gradients once they are summed, activations that forward has saved. For a
-moment: weights gathered, gradients on their way, operands gathered, the head's chunk. None of it grows with depth, and
-what does (saved activations fall, gradients rise) does so evenly, so the fullest moment is one of a few:
+At rest: parameters, AdamW's two moments, gradients once they are summed, activations that forward has saved. Transient:
+gathered weights, gradients in flight, gathered operands, the head's chunk. Transients do not grow with depth, and saved
+activations fall and gradients rise evenly, so the peak is at one of a few moments:
 
     head     everything is saved; a chunk of logits, dX on its way, or the table's gradient on its way
     scaled   the head's gradients as they were saved, and times dloss
@@ -35,7 +35,7 @@ from cuboid.step.weights import MOST_IN_FLIGHT
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes at the fullest moment."""
+    """Bytes at the peak."""
 
     parameters: Array
     gradients: Array
@@ -49,7 +49,8 @@ class Footprint:
 
 
 def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array, segment: Segment = WHOLE) -> Footprint:
-    """`saved` is what a forward leaves for backward, all layers' and the head's, or those of a stage."""
+    """The peak of a step. `saved`: activations that forward leaves for backward, of all layers and the head or a
+    stage."""
     held = _Moments(hw, work, sizes, choice, saved, segment)
     parameters, trained = sizes.elements(Trained(work.config), segment) * STORED, held.gradients()
     earlier = trained if work.micro_batches > 1 else np.zeros_like(trained)

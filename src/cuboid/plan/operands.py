@@ -1,4 +1,4 @@
-"""What one layer's backward holds for a moment: operands gathered, products and their sums, gradients of weights.
+"""Transient memory of one layer's backward: gathered operands, products and their sums, weight gradients.
 
 Each method of a moment says what is held besides the activations saved, less those that are released by then.
 """
@@ -17,7 +17,7 @@ from cuboid.plan.time import Array
 
 
 class Operands:
-    """Sizes in bytes of a candidate's rank, or of its stage; `saved` is what a forward leaves for backward."""
+    """Sizes in bytes on a candidate's rank, or of its stage; `saved`: activations that forward leaves for backward."""
 
     def __init__(
         self, hw: Hardware, work: Work, s: Sizes, choice: Choice, saved: Array, segment: Segment = WHOLE
@@ -64,12 +64,12 @@ class Operands:
         self.regathers = choice.policy.activations != "retain"
 
     def packed(self, weights: Sequence[Weight]) -> Array:
-        """Of those that are too small to travel alone."""
+        """Bytes of the weights that are too small for a message of their own."""
         small = [w.n * w.k * (w.shard * self.e < Transport.least_alone) for w in weights]
         return added([np.zeros_like(self.s.x), *small]) * self.e
 
     def trains(self, *linears: str) -> bool:
-        """Whether the weight of any of these is trained in the layer at hand: its X is kept and gathered again then."""
+        """Whether any of these weights is trained in the current layer, so that its X is saved and gathered again."""
         return any(f"{name}.weight" in self.of_block for name in linears)
 
     def shard(self, block: frozenset[str]) -> Array:
@@ -79,32 +79,32 @@ class Operands:
         return self._shards[block]
 
     def reduced(self, block: frozenset[str]) -> Array:
-        """The gradients of a block's weights on their way over x."""
+        """The gradients of a block's weights in flight over x."""
         if block not in self._reduced:
             whole = added([np.zeros_like(self.s.x), *(w.n * w.k for w in self.s.trained(block))])
             self._reduced[block] = whole * self.e
         return self._reduced[block]
 
     def padded(self, w: Weight) -> Array:
-        """A weight gathered over x, or its gradient packed: every part as long as the longest."""
+        """A weight gathered over x, or its packed gradient: all shards padded to the longest."""
         return w.shard * self.s.x * self.e
 
-    def copies(self, axis: str, part: Array) -> Array:
-        """What gloo sends of a small part that is gathered: a copy for each rank."""
+    def copies(self, axis: str, shard: Array) -> Array:
+        """gloo's send buffer of a small shard that is gathered: a copy for each rank."""
         ranks, inside, _ = self.s.groups[axis]
-        return self.copying * (ranks > 2) * (inside == ranks) * (part < Gloo.least_alone) * ranks * part
+        return self.copying * (ranks > 2) * (inside == ranks) * (shard < Gloo.least_alone) * ranks * shard
 
     def received(self, axis: Array) -> Array:
-        """Of what is scattered over an axis: everyone's parts, of two ranks the other's alone; NCCL's are sums."""
+        """Share of a scattered tensor that a rank receives: from all ranks, of two only the other's; with NCCL sums."""
         return np.where(axis == 2, 0.5, 1.0 if self.direct else 1 / axis)
 
     def scattered(self, axis: Array, whole: Array) -> Array:
-        """What a reduce-scatter over an axis holds: what is sent, and what is received of it."""
+        """Bytes that a reduce-scatter over an axis holds: what is sent and what is received."""
         return whole * (1 + (axis > 1) * self.received(axis))
 
     def summed(self, axis: Array, whole: Array) -> Array:
-        """The sum of parts received of `whole` bytes: of two ranks in place, unless wider. Of more ranks' parts the
-        first is widened by itself."""
+        """The sum of what was received of `whole` bytes: over two ranks in place, unless it is wider. Over more ranks
+        the first summand is widened separately."""
         copies = np.where(axis == 2, self.low, self.direct * (1 + self.low))
         return (axis > 1) * copies * (whole // axis * self.wide // self.e)
 

@@ -1,13 +1,13 @@
-"""The clock of ranks that outnumber their cores: computing and sending are one processor's work.
+"""The clock of ranks that share cores: the same processors compute and send.
 
-Figures are measured with all ranks at once, so an operation's seconds are its part of the cores' time. So is a share of
-a collective's, the slowdown: what compute beside it was seen to lose. None of that is ever hidden; the rest, in which
-ranks wait for each other or for the wire, is hidden by whatever else there is to do:
+Figures are measured with all ranks at once, so an operation's seconds are its share of the cores' time. So is a share
+of a collective's seconds, the slowdown: what compute beside it was measured to lose. None of that overlaps. The rest,
+in which ranks wait for each other or for the wire, overlaps with any other work:
 
     step = compute + slowdown · seconds of collectives + time that all ranks wait
 
-A collective launched owes its processor time, which takes precedence over compute, as the kernel's and the sender's
-threads do; its bytes are on their way meanwhile. Who waits pays what is owed so far, each axis' on its own account.
+A launched collective owes its processor time, which precedes compute, as the kernel's and the sender's threads do,
+while its bytes are in flight. A wait pays what is owed so far, for each axis separately.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from cuboid.plan.time import Array, Prices
 
 @dataclass
 class Owing(Message):
-    due: Array  # [axes, candidates] processor seconds of all collectives up to this one; none where it has no others
+    due: Array  # [axes, candidates] processor seconds of all collectives up to this one; 0 over one rank
 
 
 class SharedTape(Tape):
@@ -63,5 +63,5 @@ class SharedTape(Tape):
 
 
 def tape_of(prices: Prices, overlap: bool) -> Tape:
-    """The clock of the machine that the prices are of."""
+    """The tape for the machine of these prices."""
     return (SharedTape if prices.hw.cores else Tape)(prices, overlap)

@@ -1,6 +1,6 @@
-"""What the first rank of each candidate holds: the sizes of ARCHITECTURE.md's table, as arrays over candidates.
+"""Sizes of what the first rank of each candidate holds (ARCHITECTURE.md's table), as arrays over candidates.
 
-The first rank has the largest parts: uneven cuts leave the last ones short.
+The first rank has the largest shards: after uneven splits the last ones are short.
 """
 
 from collections import Counter
@@ -17,18 +17,18 @@ from cuboid.model.freeze import Trained
 from cuboid.plan.time import Array, Group
 
 
-def ceil_div(n: Array | int, parts: Array | int) -> Array:
-    return np.asarray(-(-n // parts))
+def ceil_div(n: Array | int, divisor: Array | int) -> Array:
+    return np.asarray(-(-n // divisor))
 
 
 def added(arrays: Iterable[Array]) -> Array:
-    """Their sum, candidate by candidate."""
+    """The sum of the arrays, per candidate."""
     return np.asarray(sum(arrays))
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter [n, k] as a rank holds it once gathered over x, and the rows of its shard."""
+    """A parameter [n, k] on a rank after it is gathered over x, and the size of its shard."""
 
     n: Array
     k: Array
@@ -45,7 +45,7 @@ class Segment:
 
     @property
     def whole(self) -> bool:
-        """There is no pipeline."""
+        """Whether there is no pipeline."""
         return self.embeds and self.ends
 
 
@@ -102,7 +102,7 @@ class Sizes:
 
     @cached_property
     def block_weights(self) -> dict[str, Weight]:
-        """All that travels over x of a block's parameters, by name."""
+        """A block's parameters that are sent over x, by name."""
         c, found = self.c, {f"{name}.weight": w for name, w in self.linears.items()}
         for name, w in self.linears.items():
             if c.qkv_biased if name in ("attention.q", "attention.k", "attention.v") else c.bias:
@@ -112,12 +112,11 @@ class Sizes:
         return found | {f"{norm}.{kind}": self.norm_weight for norm in ("norm1", "norm2") for kind in kinds}
 
     def trained(self, block: Collection[str]) -> list[Weight]:
-        """Of a block's parameters that travel over x, those with these names."""
+        """Those of a block's parameters with these names that are sent over x."""
         return [w for name, w in self.block_weights.items() if name in block]
 
     def head_norms(self, block: Collection[str]) -> int:
-        """Elements of those of a layer's norms of queries and keys that have these names, whole on every rank: none of
-        them travels over x."""
+        """Elements of a layer's QK-norms with these names. Every rank has them; they are not sent over x."""
         return self.c.head_dim * sum(f"attention.norm_{each}.weight" in block for each in "qk")
 
     @cached_property
@@ -150,7 +149,8 @@ class Sizes:
         return self.elements(Trained(self.c))
 
     def elements(self, of: Trained, segment: Segment = WHOLE) -> Array:
-        """Of this rank's shards of what is trained of a stage. A tied table is held by the first and by the last."""
+        """Elements of this rank's shards of a stage's trained parameters. First and last stage hold a tied
+        embedding."""
         ends = [w.shard for w, each in zip(self.tables, of.tables(), strict=True) if each and segment.embeds]
         ends += [self.norm_weight.shard] * sum(of.norm()) * segment.ends
         ends += [self.head_weight.shard] * (of.head and segment.ends and not (of.config.tied and segment.embeds))
@@ -160,10 +160,10 @@ class Sizes:
 
 
 def groups(cuboids: Sequence[Cuboid], context: Array, node: int, group_of_nodes: int = 0) -> dict[str, Group]:
-    """Of each axis, of the neighbours on x that share a sequence, and of all ranks. Members of a group are a stride
-    apart: the product of the axes that run faster over ranks. A group that nodes cut unevenly is as slow as its
-    smallest part: with 8 ranks a node, one of the groups of 3 neighbours has but one rank on a node. So with groups of
-    nodes behind one link."""
+    """The groups of each axis, of neighbours on x that share a sequence, and of all ranks. Members of a group are a
+    stride apart: the product of the axes that vary faster over ranks. A group that nodes split unevenly is as slow as
+    its smallest share: with 8 ranks per node, one of the groups of 3 neighbours has only one rank on a node. The same
+    holds for groups of nodes behind one link."""
     sizes = {axis: np.array([getattr(each, axis) for each in cuboids], dtype=np.int64) for axis in AXES}
     strides = {axis: np.empty(len(cuboids), dtype=np.int64) for axis in AXES}
     for i, each in enumerate(cuboids):
@@ -174,7 +174,7 @@ def groups(cuboids: Sequence[Cuboid], context: Array, node: int, group_of_nodes:
     world = np.array([each.ranks for each in cuboids], dtype=np.int64)
 
     def together(size: Array, stride: Array | int, share: int) -> Array:
-        """How many members of a group are among `share` neighbouring ranks."""
+        """The number of a group's members among `share` neighbouring ranks."""
         least = np.maximum(np.gcd(stride * size, share) // stride, 1)
         return np.where(world > share, least, size)
 
@@ -187,7 +187,7 @@ def groups(cuboids: Sequence[Cuboid], context: Array, node: int, group_of_nodes:
 
 
 def _picked(config: ModelConfig, cuboid: Cuboid) -> int:
-    """How many heads of keys the first rank's queries need, or one each where the need is uneven."""
+    """The number of key heads that the first rank's queries need; one each if the need is uneven."""
     parts = cuboid.y * cuboid.z
     if config.kv_heads % parts == 0:
         return config.kv_heads // parts

@@ -1,4 +1,4 @@
-"""The model a plan is for: a preset, or the config.json of a Hugging Face model."""
+"""Reads the model to plan for: a preset, or the config.json of a Hugging Face model."""
 
 import json
 from difflib import get_close_matches
@@ -51,7 +51,7 @@ def model(name: str) -> ModelConfig:
 
 
 def from_hugging_face(found: Any, where: str) -> ModelConfig:
-    """Sizes alone: what they add to a layer beyond ours (biases of qkv, norms of q and k) is too small to matter."""
+    """Reads only sizes: what their layers have besides (biases of qkv, QK-norm) is too small to matter."""
     kind = found.get("model_type") if isinstance(found, dict) else None
     if not isinstance(kind, str) or kind not in NAMES:
         raise ValueError(f"{where} has model_type={kind!r}; plans know {', '.join(NAMES)}")

@@ -1,8 +1,8 @@
-"""A schedule played on a clock: compute, launches and waits of one rank, for all candidates at once.
+"""Simulates a schedule: compute, launches and waits of one rank on a clock, for all candidates at once.
 
-Compute goes on while collectives are in flight, at 1 − slowdown of its speed. A wire carries one collective after the
-other: one wire joins the devices of a node, one its nodes. With c the seconds of an operation and u those until the
-last collective under way has landed, the operation takes
+Compute continues while collectives are in flight, at 1 − slowdown of its speed. A wire carries one collective after
+another: one wire joins the devices of a node, one the nodes. With c the seconds of an operation and u those until the
+last collective in flight has landed, the operation takes
 
     min( c / (1 − slowdown),  c + slowdown · u )
 """
@@ -27,24 +27,24 @@ class Message:
 
 @dataclass
 class Totals:
-    """What a tape has added up."""
+    """The sums of a tape."""
 
     seconds: Array
     flops: Array
     saved: Array  # bytes
     compute: dict[str, Array] = field(default_factory=dict)  # seconds by kind of work
     exposed: dict[str, Array] = field(default_factory=dict)  # seconds waited by axis
-    in_flight: dict[str, Array] = field(default_factory=dict)  # seconds by axis, were it alone
+    in_flight: dict[str, Array] = field(default_factory=dict)  # seconds by axis, each alone
     calls: dict[tuple[str, str], Array] = field(default_factory=dict)
     sent: dict[tuple[str, str], Array] = field(default_factory=dict)  # bytes
     dW: Array | float = 0.0  # seconds of the products that make weight gradients in backward
 
     def copy(self) -> "Totals":
-        """Of the arrays too: a tape adds to them in place."""
+        """A deep copy, because a tape adds to arrays in place."""
         return deepcopy(self)
 
     def plus(self, other: "Totals", times: Array | int, without: "Totals | None" = None) -> "Totals":
-        """With another's totals added so many times, less those of a third."""
+        """These totals plus `times` times those of `other`, less those of `without`."""
 
         def line(here: Array, more: Array, less: Array | float) -> Array:
             return here + times * (more - less)
@@ -70,7 +70,7 @@ class Tape:
         groups = prices.groups
         count = len(groups["x"].size)
         self.now = np.zeros(count)
-        self._free = [np.zeros(count), np.zeros(count)]  # when the wire inside nodes and the one across are
+        self._free = [np.zeros(count), np.zeros(count)]  # when the wires inside and across nodes are free
         self._wide = {axis: group.inside < group.size for axis, group in groups.items()}
         self.flops = np.zeros(count, dtype=np.int64)
         self.saved = np.zeros(count, dtype=np.int64)
@@ -83,7 +83,7 @@ class Tape:
 
     def compute(self, kind: str, seconds: Array) -> None:
         slow = self.hw.slowdown
-        took = np.maximum(*self._free)  # u, in place from here on: this runs a thousand times a candidate
+        took = np.maximum(*self._free)  # u, in place from here on: this runs a thousand times per candidate
         took -= self.now
         np.maximum(took, 0.0, out=took)
         took *= slow
@@ -94,11 +94,12 @@ class Tape:
         self._compute[kind] += took
 
     def stream(self, kind: str, size: Array, operations: int = 1) -> None:
-        """An elementwise operation that reads and writes so many bytes."""
+        """An elementwise operation that reads and writes `size` bytes."""
         self.compute(kind, size / self.hw.stream + operations * self.hw.launch * (size > 0))
 
     def launch(self, axis: str, kind: str, whole: Array, times: Array | int = 1, itemsize: int = 0) -> Message:
-        """Of `whole` elements, `times` after one another. A group of its own is named axis/what."""
+        """Launches `times` collectives of `whole` elements each. `axis` may be axis/name, for another group of its
+        ranks."""
         fare = self.prices.collective(axis, kind, whole, itemsize or self.prices.itemsize)
         seconds = times * fare.seconds
         self.count(axis, kind, fare, times, seconds)
@@ -150,7 +151,7 @@ class Tape:
 
 
 def _by_axis(values: dict[str, Array]) -> dict[str, Array]:
-    """Of an axis and its parts together."""
+    """Values of an axis and of its other groups (axis/name) together."""
     found: dict[str, Array] = {}
     for name, value in values.items():
         axis = name.split("/")[0]

@@ -1,16 +1,16 @@
-"""Seconds of a product, of memory traffic and of a collective. Sizes are arrays over candidates.
+"""Seconds of a matmul, of memory traffic and of a collective. Sizes are arrays over candidates.
 
-    product   2 m n (k + depth) ÷ rate, m and n rounded up to whole tiles and their count to whole rounds of all units;
+    matmul    2 m n (k + depth) ÷ rate, m and n rounded up to whole tiles and their count to whole rounds of all units;
               at least its traffic ÷ stream
     traffic   bytes ÷ stream
     ring      base + hop · rounds + sent ÷ min(bandwidth inside, the node's cards · members on the node ÷ devices on it)
     direct    base + hop · rounds + the longer of what leaves the node ÷ a device's part of its cards, and what stays
               ÷ bandwidth inside
 
-All groups of an axis talk at once, so a node's cards are shared by all groups with members on it. A ring enters and
-leaves a node once for all its members there; an all-to-all sends for each. So it is with a link that joins a group of
-nodes to all others. Where ranks share cores, the links' figures
-are of a network that never holds them back, and what leaves a host takes its time on the wire besides.
+All groups of an axis communicate at once, so all groups with members on a node share its cards. A ring enters and
+leaves a node once for all its members there; an all-to-all sends for each. The same holds for a link that joins a group
+of nodes to all others. If ranks share cores, the links' figures are those of a network that never limits them, and
+bytes that leave a host take their time on the wire in addition.
 """
 
 from collections.abc import Callable, Hashable
@@ -26,8 +26,8 @@ Array = NDArray[Any]
 
 
 class Group(NamedTuple):
-    """The ranks of an axis: how many, how many of them share a node, and how many a group of nodes behind one link
-    (infinite: there are no such groups)."""
+    """The ranks of an axis: their number, how many of them share a node, and how many a group of nodes behind one link
+    (infinite without such groups)."""
 
     size: Array
     inside: Array
@@ -35,7 +35,7 @@ class Group(NamedTuple):
 
 
 ROOTED = ("broadcast", "reduce")
-#: Whose links a collective has that is not measured by itself.
+#: The measured collective whose links another one uses.
 LIKE = {"broadcast": "all_gather", "reduce": "all_reduce", "all_to_all": "reduce_scatter"}
 
 
@@ -55,14 +55,14 @@ def _links(hw: Hardware, kind: str) -> tuple[Link, Link]:
 
 
 def collective_seconds(hw: Hardware, kind: str, group: Group, whole: Array, direct: bool) -> Array:
-    """Of `whole` bytes after gathering or before scattering. Nothing is launched over one rank, nor for no bytes."""
+    """Seconds for `whole` bytes, gathered or not yet scattered. Over one rank, or for no bytes, nothing is launched."""
     p, inside, _ = group
     near, far = _links(hw, kind)
     crosses = inside < p
     nodes = np.ceil(p / inside)
     times = 2 if kind == "all_reduce" else 1
     sent = times * whole * (p - 1) / p
-    if kind == "all_reduce":  # small ones go along a tree
+    if kind == "all_reduce":  # small ones use a tree
         rounds_near, rounds_far = 2 * np.log2(inside), 2 * np.log2(nodes)
     elif direct:
         rounds_near, rounds_far = inside - 1, p - inside
@@ -82,11 +82,11 @@ def collective_seconds(hw: Hardware, kind: str, group: Group, whole: Array, dire
 
 
 def rooted_seconds(hw: Hardware, kind: str, group: Group, whole: Array, by_host: bool) -> tuple[Array, Array]:
-    """For how long a broadcast or a reduce of a block of `whole` bytes holds the wire, and after how long it lands.
+    """Returns how long a broadcast or reduce of `whole` bytes occupies the wire, and after how long it lands.
 
-    Roots take turns, so that over time every link carries the mean; but a block lands only when its own root's link
-    has carried everything. As gloo does it a broadcast is a tree, in which all ranks of a node send in each round, and
-    a reduce a ring of parts, then gathered. `by_host` a block enters, or leaves, each node of its group once.
+    Roots take turns, so over time every link carries the mean; but a block lands only when its own root's link has
+    carried everything. gloo's broadcast is a tree in which all ranks of a node send in each round, its reduce a ring of
+    slices that are then gathered. With `by_host` a block enters, or leaves, each node of its group once.
     """
     p, inside, _ = group
     near, far = _links(hw, kind)
@@ -96,7 +96,7 @@ def rooted_seconds(hw: Hardware, kind: str, group: Group, whole: Array, by_host:
     def seconds(staying: Array, leaving: Array) -> Array:
         return whole * (staying / near.bandwidth + np.where(crosses, leaving / far.bandwidth, 0.0))
 
-    leaving = (p - inside) / p  # of the sends of a tree, or of a rank's parts
+    leaving = (p - inside) / p  # share of a tree's sends, or of a rank's slices
     once = [seconds((inside - 1) / inside, groups * (nodes - 1) / nodes), seconds(inside - 1, groups * (nodes - 1))]
     own = [seconds((inside - 1) / p, hw.node * leaving), seconds(np.log2(inside), hw.node * np.log2(nodes))]
     if kind == "reduce":  # of two ranks one sends
@@ -110,7 +110,7 @@ def rooted_seconds(hw: Hardware, kind: str, group: Group, whole: Array, by_host:
 
 
 def wire_seconds(hw: Hardware, kind: str, group: Group, whole: Array, direct: bool) -> Array:
-    """Of what leaves a host, all its ranks' together."""
+    """Seconds on the wire for the bytes that all ranks of a host send to others."""
     p, inside, _ = group
     if not hw.wire:
         return np.zeros(len(p))
@@ -120,9 +120,9 @@ def wire_seconds(hw: Hardware, kind: str, group: Group, whole: Array, direct: bo
 
 
 class Fare(NamedTuple):
-    """Of a collective: seconds that it holds the wire, bytes a rank sends, whether any are sent at all, the seconds
-    that a direct reduce-scatter still adds up once everything has arrived, those on the wire where cores are shared,
-    and those until it lands once the wire is free for others."""
+    """The costs of a collective: seconds that it occupies the wire, bytes per rank, whether it is launched at all,
+    seconds that a direct reduce-scatter sums after everything has arrived, seconds on the wire if cores are shared, and
+    seconds from when the wire is free until it lands."""
 
     seconds: Array
     sent: Array
@@ -133,8 +133,8 @@ class Fare(NamedTuple):
 
 
 class Prices:
-    """Seconds on one machine for one list of candidates. A step asks for the same few again and again, in every layer
-    and under every choice, so each is worked out once."""
+    """Seconds on one machine for one list of candidates. A step asks for the same few in every layer and under every
+    choice, so they are cached."""
 
     def __init__(
         self, hw: Hardware, precision: str, itemsize: int, groups: dict[str, Group], by_host: bool = True
@@ -149,7 +149,7 @@ class Prices:
         return self._once(price, m.tobytes(), n.tobytes(), k.tobytes())
 
     def collective(self, axis: str, kind: str, whole: Array, itemsize: int) -> Fare:
-        """Of `whole` elements. Reduce-scatters are direct wherever a transport makes them of an all-to-all."""
+        """The fare of `whole` elements. Reduce-scatters are direct where a transport does them by all-to-all."""
 
         def price() -> Fare:
             group, size, rooted = self.groups[axis], whole * itemsize, kind in ROOTED
