@@ -11,7 +11,7 @@ from tiny import Cuboid, on, sets, settings, write_text
 from cuboid import device
 from cuboid.plan.hardware import PRESETS
 from cuboid.train import preflight
-from cuboid.train.config import TrainConfig, load
+from cuboid.train.config import TrainConfig, load, resolved_toml
 from cuboid.train.precision import settled
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -90,6 +90,14 @@ def test_auto_precision_is_said_recorded_and_kept(cuboid: Cuboid, tmp_path: Path
 def test_auto_precision_of_an_earlier_versions_checkpoint_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9))
     assert chosen(load(None), GPU, None, BEFORE / "checkpoints" / "step-00000006") == ("fp32", "as it began")
+
+
+def test_auto_precision_of_a_run_that_has_only_begun_is_kept(tmp_path: Path) -> None:
+    """As in a folder whose run ended before its first checkpoint."""
+    for written, expected in (("bf16", ("bf16", "as it began")), ("auto", ("fp32", "the default on CPUs"))):
+        (tmp_path / "config.toml").write_text(resolved_toml(load(None, [f"precision.dtype={written}"])))
+        assert chosen(TrainConfig(), CPU, tmp_path) == expected
+        assert chosen(load(None, ["precision.dtype=fp16"]), CPU, tmp_path) == ("fp16", "")
 
 
 def test_auto_precision_where_nothing_can_be_read_is_the_devices(tmp_path: Path) -> None:

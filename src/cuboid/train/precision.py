@@ -1,5 +1,6 @@
 """What a run computes in where its configuration leaves that open: `precision.dtype = "auto"`."""
 
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from cuboid.device import computes_bf16, is_gpu
 from cuboid.train.begin import is_same_run
 from cuboid.train.checkpoint import inspect, newest
-from cuboid.train.config import TrainConfig, load
+from cuboid.train.config import TrainConfig
 
 EARLIER = "fp32"  # the default of versions whose checkpoints do not say
 
@@ -34,9 +35,11 @@ def usual_on(device: torch.device) -> tuple[str, str]:
 
 def _before(config: TrainConfig, folder: Path | None, resume: Path | None) -> str:
     """What the run that goes on computed in; "" if none does."""
+    found = ""
     if resume is not None:
         with suppress(ValueError):  # none can be read: who resumes it says so
-            return str(inspect(newest(resume))[1].get("precision", EARLIER))
+            found = inspect(newest(resume))[1].get("precision", EARLIER)
     elif folder is not None and is_same_run(config, folder):
-        return load(folder / "config.toml").precision.dtype
-    return ""
+        written = tomllib.loads((folder / "config.toml").read_text("utf-8"))
+        found = written.get("precision", {}).get("dtype", EARLIER)
+    return "" if found == "auto" else found
