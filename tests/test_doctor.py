@@ -54,7 +54,7 @@ def test_versions_must_be_alike() -> None:
 
 def test_devices_are_enough_and_of_one_kind() -> None:
     expect(checks.devices(world(GPU), "bf16"), "ok", "4 × H100, one for each rank")
-    expect(checks.devices(world(GPU), "fp32"), "warning", "products in fp32", "precision.dtype=bf16")
+    expect(checks.devices(world(GPU), "fp32"), "warning", "matmuls in fp32", "precision.dtype=bf16")
     expect(checks.devices(world(GPU, device="A100"), "bf16"), "warning", "3 × H100, 1 × A100", "slowest")
     expect(checks.devices(world(GPU, gpu=False), "bf16"), "error", "rank 3 got no GPU", "as many ranks")
     expect(checks.devices(world(GPU, "aa"), "bf16"), "ok", "GPUs without a rank: 2 of a", "--nproc-per-node")
@@ -119,7 +119,7 @@ def test_storage_is_writable_shared_and_large_enough() -> None:
     expect(checks.storage("/runs", both, 9e9, 1e9), "ok", "9GB free, a checkpoint takes 1GB")
     expect(checks.storage("/runs", both, 2e9, 1e9), "warning", "room for three")
     expect(checks.storage("/runs", both, 5e8, 1e9), "error", "500MB free", "larger disk")
-    expect(checks.storage("/runs", both | {"b": False}, 9e9, 1e9), "error", "another one on b", "all hosts share")
+    expect(checks.storage("/runs", both | {"b": False}, 9e9, 1e9), "error", "a different folder on b", "all hosts share")
     expect(checks.storage("/runs", both, 9e9, 1e9, "Read-only file system"), "error", "Read-only", "logging.folder")
 
 

@@ -228,7 +228,11 @@ def refused(world: World, config: ModelConfig, cuboid: Cuboid) -> tuple[str, dic
             Cuboid(1, 4, 1),
             "ffn=34 cannot be split into y=4; use ffn 36, or a cuboid with y one of",
         ),
-        (GPT2, Cuboid(2, 2, 1), "cuboid 2,2,1 has x=2 and z=1, but 1-D parallel cuts over y alone; use x=1, z=1 and"),
+        (
+            GPT2,
+            Cuboid(2, 2, 1),
+            "cuboid 2,2,1 has x=2 and z=1, but 1-D parallelism splits over y only; use x=1, z=1 and",
+        ),
         (GPT2, Cuboid(1, 1, 4), "cuboid 1,1,4 has x=1 and z=4"),
         (GPT2, Cuboid(1, 1, 1, replicas=4), "batch=2 cannot be split over replicas=4"),
     ],

@@ -1,4 +1,4 @@
-"""Run a model on a cuboid and on one device, and compare everything: values, bytes, FLOPs, memory, balance."""
+"""Runs a model on a cuboid and on one device, and compares values, bytes, FLOPs, memory and balance."""
 
 import time
 from collections.abc import Mapping
@@ -32,14 +32,14 @@ from cuboid.run.launch import World
 from cuboid.step.runner import At
 from cuboid.step.schedule import PREFETCH, Schedule
 
-#: Storage, arithmetic, and how far a tensor may be from serial's, relative to its norm.
+#: Dtype at rest, dtype of matmuls, and the largest difference of a tensor from the serial one, relative to its norm.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None, float]] = {
     "fp64": (torch.float64, None, 1e-9),
     "fp32": (torch.float32, None, 1e-4),
     "bf16": (torch.float32, torch.bfloat16, 1e-1),
 }
-#: What is compared between ranks. At rest: parameters, gradients, AdamW's two moments, saved activations. The peak has
-#: also what is alive for a moment: gathered operands, the head's chunk, what is in flight.
+#: What is compared between ranks. At rest: parameters, gradients, AdamW's two moments, saved activations. The peak also
+#: has transients: gathered operands, the head's chunk, messages in flight.
 QUANTITIES = (
     "bytes of matrices",
     "bytes of norms, biases",
@@ -81,7 +81,7 @@ class Case:
 
 @dataclass
 class Balance:
-    """One quantity over the ranks, against an even share of serial's."""
+    """One quantity over the ranks, against an even share of the serial one."""
 
     share: float
     mean: float
@@ -111,7 +111,7 @@ class Report:
 
 @dataclass
 class Measured:
-    """A step of one model, as one rank saw it."""
+    """A step of one model on one rank."""
 
     model: Transformer
     place: Place
@@ -125,7 +125,7 @@ class Measured:
 
     @property
     def quantities(self) -> list[float]:
-        """In the order of `QUANTITIES`; those that were not measured are not a number."""
+        """In the order of `QUANTITIES`; NaN if not measured."""
         parameters = list(self.model.parameters())
         matrices, vectors = (sum(shard_of(p).nbytes for p in parameters if (p.dim() > 1) == m) for m in (True, False))
         trained = sum(shard_of(p).nbytes for p in parameters if p.requires_grad)
@@ -145,7 +145,7 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def unsettle(model: Transformer, seed: int) -> None:
-    """Move norms from one and biases from zero, where a slice in the wrong place would not show."""
+    """Move norms away from one and biases from zero, because a misplaced slice of equal values would not be noticed."""
     mesh = model.parallel.mesh
     for name, parameter, d in declared(model):
         if not d.std:
@@ -155,8 +155,8 @@ def unsettle(model: Transformer, seed: int) -> None:
 
 
 def saved_bytes(memory: Memory, loss: Tensor, expected: int | None) -> int:
-    """What forward has saved. A backend's thread may hold a message for longer than the rank waits for it, so that too
-    much is read again for a while."""
+    """Bytes that forward saved. A backend's thread may hold a message longer than the rank waits for it, so if there is
+    more than expected, it is read again a few times."""
     found = memory.saved(loss)
     for _ in range(200):
         if expected is None or found <= expected:
@@ -195,7 +195,7 @@ def measure(case: Case, parallel: Parallel, expected: int | None = None) -> Meas
 
 
 def verify(world: World, case: Case) -> Report | None:
-    """On every rank of the cuboid; rank 0 also runs serially and returns the report."""
+    """Runs on every rank of the cuboid; rank 0 also runs on one device and returns the report."""
     mesh = Mesh(case.cuboid, world.rank, world.device, watch=world.watch)
     _, compute, tolerance = DTYPES[case.dtype]
     parallel = CuboidParallel(case.config, mesh, case.policy, compute, case.schedule)
@@ -211,10 +211,10 @@ def verify(world: World, case: Case) -> Report | None:
 
 
 def compare(report: Report, case: Case, mesh: Mesh, mine: Measured, whole: Measured | None) -> None:
-    """Loss, logits, every gradient and the norm against serial's."""
+    """Compares loss, logits, all gradients and their norm with the serial ones."""
     floor = 0.0
     if whole is not None:
-        floor = 1e-3 * float(whole.norm)  # a gradient that is zero but for rounding is held to the model's
+        floor = 1e-3 * float(whole.norm)  # a gradient of zero, apart from rounding, is compared on the model's scale
         report.loss, report.gradient_norm = float(whole.loss), float(whole.norm)
         report.errors["loss"] = relative(mine.loss, whole.loss)
         report.errors["gradient norm"] = relative(mine.norm, whole.norm)
@@ -239,7 +239,7 @@ def compare(report: Report, case: Case, mesh: Mesh, mine: Measured, whole: Measu
         assert reference is not None
         try:
             report.errors[f"d {name}"] = relative(spec.join(mine_of_each, case.cuboid), reference, floor)
-        except ValueError:  # copies of one element differ
+        except ValueError:  # copies of an element differ
             report.errors[f"d {name}"] = float("inf")
 
 
@@ -249,8 +249,8 @@ def relative(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
 
 
 def join_logits(case: Case, mesh: Mesh, mine: Measured) -> Tensor:
-    """The whole logits [s, b, v]; padding left out."""
-    index = [gather_pieces(part, mesh.world) for part in mine.place.logits]
+    """The unsharded logits [s, b, v], without padding."""
+    index = [gather_pieces(each, mesh.world) for each in mine.place.logits]
     pieces = gather_pieces(mine.logits, mesh.world)
     s, b, v = case.seq, case.batch, case.config.vocab
     whole = mine.logits.new_full((s, b, v), torch.nan)
@@ -280,7 +280,7 @@ def check_balance(report: Report, mesh: Mesh, mine: Measured, whole: Measured | 
     predicted = torch.tensor([[c.matrices, c.vectors, c.flops, c.saved] for c in costs], dtype=torch.float64)
     matrices, vectors, flops, saved, at_rest, peak = whole.quantities
     block, replicas = mesh.cuboid.block * mesh.cuboid.pipe, mesh.cuboid.replicas
-    kept = at_rest - saved  # each replica has all of it, and its part of the rest
+    kept = at_rest - saved  # each replica has all of it, and its share of the rest
     shares = (
         matrices / block,
         vectors / block,

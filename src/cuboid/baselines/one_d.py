@@ -1,4 +1,4 @@
-"""1-D parallel: Megatron-LM's. Weights are cut over axis y and never move; activations are whole where they are used.
+"""1-D parallelism, Megatron-LM's. Weights are split over axis y and never sent; activations are unsharded when used.
 
     tensor                held by a rank
     attention             [s, b, heads/y]      whole sequences of a block of heads
@@ -6,17 +6,17 @@
     logits                [s, b, V/y]
     into weight [n, k]    [n/y, k]             its bias [n/y]
     out_of weight [n, k]  [n, k/y]             its bias [n], like a norm's weight
-    tables [V, d]         [V/y, d]
+    embeddings [V, d]     [V/y, d]
 
-With sequence parallelism the residual stream is cut by tokens too. The variants differ in the collective before an into
-product and in the one after an out_of product; backward has their transposes:
+With sequence parallelism the residual stream is split by tokens too. The variants differ in the collective before an
+into linear and in the one after an out_of linear; backward has their transposes:
 
     variant     residual stream   into: X, dX                    out_of: Y, dY
     plain       [s, b, d]         copy, all_reduce               all_reduce, copy
     sequence    [s/y, b, d]       all_gather, reduce_scatter     reduce_scatter, all_gather
 
-The look-up moves what an out_of product moves, the head what an into product does. X of an into product is kept whole
-for backward, and dX travels under the product that makes dW.
+The look-up sends what an out_of linear sends, the head what an into linear does. An into linear saves the unsharded X
+for backward, and the collective of dX overlaps with the matmul of dW.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ from cuboid.step.op import Ahead, Back, Layer, chain, moved
 from cuboid.step.schedule import OFF, Schedule
 from cuboid.step.weights import Gathered
 
-CUTS: dict[Role, tuple[tuple[str, ...], ...]] = {
+SPLITS: dict[Role, tuple[tuple[str, ...], ...]] = {
     "into.weight": (("y",), ()),
     "into.bias": (("y",),),
     "out_of.weight": ((), ("y",)),
@@ -58,14 +58,14 @@ CUTS: dict[Role, tuple[tuple[str, ...], ...]] = {
     "table": (("y",), ()),
 }
 HEAD_ELEMENTS = 1 << 24  # of logits at a time, as on a cuboid
-ALONE = Axis("", 1, 0)  # of what is not cut
+ALONE = Axis("", 1, 0)  # for dims that are not split
 
 
 def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
-    """Raise if this model cannot run 1-D parallel with `batch` sequences of `seq` tokens."""
+    """Raise ValueError if this model cannot run 1-D parallel with `batch` sequences of `seq` tokens."""
     if cuboid.x > 1 or cuboid.z > 1:
         raise ValueError(
-            f"cuboid {cuboid} has x={cuboid.x} and z={cuboid.z}, but 1-D parallel cuts over y alone; "
+            f"cuboid {cuboid} has x={cuboid.x} and z={cuboid.z}, but 1-D parallelism splits over y only; "
             f"use x=1, z=1 and y={cuboid.block}"
         )
     config.check_plain("1-D parallel", cuboid.pipe)
@@ -84,7 +84,7 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
 
 class OneD:
     schedule: Schedule = OFF
-    retain_weights = False  # they never move
+    retain_weights = False  # they are never sent
     sums_over: Sequence[str] = ("replicas",)
 
     def __init__(
@@ -102,9 +102,9 @@ class OneD:
         self._after: Kind = "reduce_scatter" if sequence else "all_reduce"
 
     def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
-        cuts = CUTS[role]
-        partial = self.sequence and not any(cuts)  # of what every rank has, each has seen its own tokens
-        return Spec(shape, cuts, sums=("y",) if partial else ())
+        splits = SPLITS[role]
+        partial = self.sequence and not any(splits)  # each rank has seen only its own tokens
+        return Spec(shape, splits, sums=("y",) if partial else ())
 
     # Tokens
 
@@ -157,8 +157,8 @@ class OneD:
 
 @dataclass(eq=False)
 class MegatronLinear:
-    """X [s, b, k], once `kind` has moved it over the axis -> Y = X Wᵀ + b for each linear; the tensor itself where
-    there is one linear. Backward: dX = Σ dY W, and under its collective dW = dYᵀ X."""
+    """X [s, b, k], after collective `kind` over the axis -> Y = X Wᵀ + b of each linear, a tuple if there are several.
+    Backward: dX = Σ dY W and, overlapping with its collective, dW = dYᵀ X."""
 
     linears: Sequence[Affine]
     kind: Kind

@@ -1,4 +1,4 @@
-"""One device, in plain PyTorch: the reference every other parallel is held against."""
+"""One device, in plain PyTorch: the reference for every other parallelism."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ class Serial:
     """One device: the same models and the same loss as `CuboidParallel`, unsharded.
 
     Args:
-        config: What the model is.
-        dtype: What linears compute in; None: as weights are stored.
-        device: Where.
+        config: The model.
+        dtype: In which linears compute; None: that of the stored weights.
+        device: The device.
     """
 
     schedule: Schedule = OFF
@@ -90,7 +90,8 @@ class Serial:
 
 
 def norm(weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> Layer:
-    """Of rows that are whole. RMSNorm is made again in backward: PyTorch keeps several tensors as large as X of it."""
+    """A norm of unsharded rows. RMSNorm is recomputed in backward, because PyTorch saves several tensors as large
+    as X."""
     if bias is None:
         return recomputed(
             Local(lambda X, w: F.rms_norm(X, w.shape, w, eps), weight, takes="residual", gives="residual")
@@ -99,14 +100,14 @@ def norm(weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> Layer:
 
 
 def outputs(biased: Sequence[bool], X: Tensor, *parameters: Tensor) -> Any:
-    """X [s, b, k] times each weight, plus its bias: the weights come first, then the biases there are."""
+    """X [s, b, k] times each weight, plus its bias. `parameters`: the weights, then the biases that exist."""
     weights, biases = parameters[: len(biased)], iter(parameters[len(biased) :])
     Ys = [F.linear(X, W, next(biases) if has else None) for W, has in zip(weights, biased, strict=True)]
     return tuple(Ys) if len(Ys) > 1 else Ys[0]
 
 
 class Rows:
-    """ids [s, b] -> [s, b, d], the sum over tables of their rows: the tokens' and the positions'."""
+    """ids [s, b] -> [s, b, d]: rows of the token embedding plus, if learned, of the position embedding."""
 
     takes, gives = "ids", "residual"
 

@@ -1,7 +1,7 @@
-"""`cuboid doctor`: the first hour on a new machine, or cluster, in one command.
+"""`cuboid doctor`: checks a new machine, or cluster, in one command.
 
-Ranks say what they are and try what training will need, stage by stage; the first of them draws the conclusions. What
-fails or hangs on any rank ends the examination with an error that names it.
+Ranks report their facts and try what training will need, stage by stage; the first rank draws the conclusions. A
+failure or hang on any rank ends the examination with an error that names it.
 """
 
 import shutil
@@ -31,7 +31,7 @@ MOMENTS = 3  # tensors of a parameter in a checkpoint: itself, and two of AdamW'
 
 
 def look(world: World, config: TrainConfig, _: str) -> list[Finding]:
-    """What can be told without trying."""
+    """Findings that need no trial."""
     mesh = Mesh(config.cuboid_shape(), world.rank, world.device, watch=world.watch, per_host=world.local_size)
     facts = from_all(facts_of(world), mesh.world)
     stored = _storage(world, config, mesh)
@@ -51,7 +51,7 @@ def look(world: World, config: TrainConfig, _: str) -> list[Finding]:
 
 
 def _storage(world: World, config: TrainConfig, mesh: Mesh) -> Finding:
-    """The first rank leaves a file where checkpoints will be, and all look for it."""
+    """The first rank writes a file where checkpoints will be, and all ranks look for it."""
     wanted = Path(config.logging.folder or "runs").absolute()
     folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())
     fault, file = "", None
@@ -85,7 +85,7 @@ def on_links(world: World, config: TrainConfig, hardware: str) -> list[Finding]:
 
 
 def hardware_of(name: str) -> Hardware | None:
-    """What links are held against: what was asked for or, on a GPU, its preset. No preset is of a CPU at hand."""
+    """The hardware with which links are compared: the given one or, on a GPU, its preset. No preset describes a CPU."""
     if name:
         return load(name)
     try:
@@ -104,7 +104,7 @@ STAGES: dict[str, Callable[[World, TrainConfig, str], list[Finding]]] = {
 
 
 def on_rank(world: World, stage: str, config: TrainConfig, hardware: str) -> list[Finding]:
-    """A stage, on every rank; the first one's findings count."""
+    """Runs a stage on every rank; the first rank's findings count."""
     with watched(world.rank, world.size, PATIENCE) as watch:
         if watch is not None:
             watch.step = 1  # from here on no rank may be silent
@@ -114,8 +114,8 @@ def on_rank(world: World, stage: str, config: TrainConfig, hardware: str) -> lis
 def examine(
     ask: Callable[[str], list[Finding]], tell: Callable[[Finding], None]
 ) -> tuple[list[Finding], Exception | None]:
-    """All stages, one after the other, as `ask` has them run; each finding is told as it comes. A stage that fails is
-    the last, as ranks are not to be trusted then; what it raised is returned too."""
+    """Runs all stages through `ask`, and passes each finding to `tell` at once. A stage that fails is the last, because
+    ranks are unreliable then; its exception is returned too."""
     found = list[Finding]()
 
     def add(findings: Iterable[Finding]) -> None:

@@ -1,4 +1,4 @@
-"""What follows from the facts of all ranks. Nothing is tried here, so every verdict can be had from made-up facts."""
+"""Checks of the facts of all ranks. Nothing is tried here, so tests can make up the facts."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from cuboid.mesh.cuboid import AXES, Cuboid, orders
 from cuboid.train.preflight import CLEARLY, Need
 from cuboid.train.progress import quantity
 
-TIGHT = 0.9  # of what is free
-AHEAD = 1.5  # how much less another order must send between hosts to be named
+TIGHT = 0.9  # share of free memory above which there is a warning
+AHEAD = 1.5  # how many times less another order must send between hosts to be suggested
 
 
 def versions(facts: Sequence[Facts]) -> Finding:
@@ -39,7 +39,7 @@ def versions(facts: Sequence[Facts]) -> Finding:
 
 
 def devices(facts: Sequence[Facts], precision: str) -> Finding:
-    """What ranks compute on: GPUs of one kind, one each, or cores enough."""
+    """Checks that ranks have one GPU each, of one kind, or enough cores."""
     by_kind, by_host = Counter(each.device for each in facts), hosts_of(facts)
     kinds = ", ".join(f"{count} × {kind}" for kind, count in by_kind.items())
     if any(each.gpu for each in facts):
@@ -58,7 +58,7 @@ def devices(facts: Sequence[Facts], precision: str) -> Finding:
             return Finding("devices", "ok", f"{kinds}; GPUs without a rank: {unused}", remedy)
         if precision == "fp32":
             remedy = "bf16, or fp16 on GPUs before Ampere, is several times as fast: --set precision.dtype=bf16"
-            return Finding("devices", "warning", f"{kinds}, products in fp32", remedy)
+            return Finding("devices", "warning", f"{kinds}, matmuls in fp32", remedy)
         return Finding("devices", "ok", f"{kinds}, one for each rank")
     present = {host: each[0].gpus for host, each in by_host.items() if each[0].driver or each[0].gpus}
     if present:
@@ -105,7 +105,7 @@ def between_hosts(cuboid: Cuboid, facts: Sequence[Facts], sent: Mapping[str, int
 
 
 def crossing(cuboid: Cuboid, hosts: Sequence[str]) -> list[str]:
-    """The axes some lines of which have ranks on several hosts."""
+    """The axes with lines that have ranks on several hosts."""
     found = []
     for axis in AXES:
         others = tuple(other for other in AXES if other != axis)
@@ -116,7 +116,7 @@ def crossing(cuboid: Cuboid, hosts: Sequence[str]) -> list[str]:
 
 
 class Hurtful(NamedTuple):
-    """A variable that slows training down, or breaks it: where it matters, which values do (none listed: any), why."""
+    """A variable that slows or breaks training: where it matters, which values do (empty: any), and why."""
 
     name: str
     where: str
@@ -147,8 +147,7 @@ OF_A_RANK = ("IFNAME", "VISIBLE_DEVICES", "HOSTID", "DEBUG_FILE", "TORCHELASTIC"
 
 
 def settings(facts: Sequence[Facts], deterministic: bool = False) -> list[Finding]:
-    """Variables of the environment that hurt, and those that ranks do not agree on. Where a run is to be the same to
-    the bit, NCCL's choice is narrowed on purpose."""
+    """Environment variables that hurt, or that differ between ranks. A deterministic run restricts NCCL on purpose."""
     hosts, gpu = len(hosts_of(facts)), any(each.gpu for each in facts)
     found = []
     for each in HURTFUL:
@@ -179,7 +178,7 @@ def settings(facts: Sequence[Facts], deterministic: bool = False) -> list[Findin
 
 
 def memory(facts: Sequence[Facts], need: Need, remedy: str) -> Finding:
-    """What the configured run holds at its peak against what is free: of the fullest GPU, or host."""
+    """Compares the peak of the configured run with the free memory of the fullest GPU, or host."""
     gpu = facts[0].gpu
     if gpu:
         fullest = min(facts, key=lambda each: each.free)
@@ -202,18 +201,18 @@ def memory(facts: Sequence[Facts], need: Need, remedy: str) -> Finding:
 
 
 def storage(folder: str, seen: Mapping[str, bool], free: float, size: float, fault: str = "") -> Finding:
-    """Where checkpoints go: whether the first rank can write there, all hosts see it and one of `size` bytes fits."""
+    """Checks that the first rank can write checkpoints, that all hosts see them, and that one of `size` bytes fits."""
     if fault:
         return Finding("storage", "error", f"{folder} cannot be written: {fault}", "choose another logging.folder")
     blind = [host for host, sees in seen.items() if not sees]
     if blind:
         remedy = "set logging.folder to a file system that all hosts share, or no checkpoint can be resumed"
-        return Finding("storage", "error", f"{folder} is another one on {', '.join(blind)}", remedy)
+        return Finding("storage", "error", f"{folder} is a different folder on {', '.join(blind)}", remedy)
     said = f"{folder}: {amount(free)} free, a checkpoint takes {amount(size)}"
     figures = {"folder": folder, "free": free, "checkpoint": size}
     if free < size:
         return Finding("storage", "error", said, "free some, or set logging.folder to a larger disk", figures)
-    if free < 3 * size:  # two are kept, and one is written aside
+    if free < 3 * size:  # two that are kept, and one being written
         remedy = "room for three is wanted: two that are kept and one being written; or checkpoint.keep=1"
         return Finding("storage", "warning", said, remedy, figures)
     return Finding("storage", "ok", said, figures=figures)

@@ -1,4 +1,4 @@
-"""What a rank can say of itself: its host, software, device, and the environment it was started in."""
+"""Facts of a rank: its host, software, device and environment."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from cuboid import __version__
 from cuboid.device import free_memory, gpu_count, gpu_software, has_gpu_driver, is_gpu, name_of
 from cuboid.run.launch import World
 
-#: Of the environment: what steers devices, messages and threads.
+#: Environment variables that control devices, messages and threads.
 FAMILIES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "CUBLAS_", "PYTORCH_", "OMP_")
 
 
@@ -22,9 +22,9 @@ class Facts:
     software: dict[str, str]  # versions by name
     device: str
     gpu: bool
-    gpus: int  # that the host has, as PyTorch sees them
-    driver: bool  # of a GPU, whatever PyTorch was built for
-    cores: int  # that this process may use
+    gpus: int  # of the host, as PyTorch sees them
+    driver: bool  # whether there is a GPU driver, whatever PyTorch was built for
+    cores: int  # available to this process
     free: float  # bytes: of its GPU, or of its host
     environment: dict[str, str] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What a check comes to: one line for a person, with what to do about it."""
+"""The result of a check: one line, with what to do about it."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,7 +8,7 @@ Status = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Training works with a warning, if not as fast or as safely as it could; with an error it does not."""
+    """The result of a check. A warning: training works, but not as fast or safe as possible. An error: it does not."""
 
     check: str
     status: Status

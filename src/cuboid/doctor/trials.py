@@ -1,4 +1,4 @@
-"""What ranks try together: each axis's links, a step held against one device's, and twenty steps of training."""
+"""Trials by all ranks: each axis's links, a step compared with one device's, and twenty steps of training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +26,9 @@ from cuboid.verify import Case, Report, verify
 
 STEPS = 20
 SIZES = {"cpu": (1 << 12, 1 << 22), "gpu": (1 << 12, 1 << 28)}  # bytes of a small message and of a large one, gathered
-FAR = 2.0  # times as long as calibration has it
+FAR = 2.0  # times as long as by calibration
 ODD = 3.0  # times as long as the axis's other lines
-TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}  # of the loss, as `cuboid verify --steps` has it
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}  # of the loss, the same as in `cuboid verify --steps`
 REPEATS = 5
 
 
@@ -37,7 +37,7 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Connected:
-    """Ranks of an axis that talk to each other: seconds of an all-gather of few bytes and of many."""
+    """A line of ranks on an axis: seconds of an all-gather of few bytes and of many."""
 
     ranks: tuple[int, ...]
     small: float
@@ -45,7 +45,7 @@ class Connected:
 
 
 def time_axis(world: World, mesh: Mesh, axis: str) -> list[Connected]:
-    """All lines of an axis at once, as in training; the least of a few times."""
+    """Times all lines of an axis at once, as in training; the least of a few times."""
     bench, (small, large) = Bench(world), SIZES["gpu" if is_gpu(world.device) else "cpu"]
     group, found = getattr(mesh, axis), []
     for size in (small, large):
@@ -58,7 +58,7 @@ def time_axis(world: World, mesh: Mesh, axis: str) -> list[Connected]:
 
 
 def links(axis: str, lines: Sequence[Connected], size: int, across: bool, expected: float, against: str) -> Finding:
-    """One axis's. `expected` are the seconds that a large message takes `against` calibration, 0 if it has none."""
+    """The finding on one axis. `expected`: seconds of a large message by calibration (`against`), 0 without one."""
     slowest = max(lines, key=lambda line: line.large)
     p = len(slowest.ranks)
     rate = size * (p - 1) / p / slowest.large
@@ -103,7 +103,7 @@ def try_links(world: World, cuboid: Cuboid, hardware: Hardware | None) -> list[F
 
 
 def small_model(cuboid: Cuboid, family: str = "gpt2") -> tuple[ModelConfig, int, int]:
-    """A model that a cuboid can cut, and a batch of sequences for it: every axis has something to do."""
+    """A model that the cuboid can split, and a batch for it, so that every axis takes part."""
     heads = cuboid.y * cuboid.z if cuboid.y * cuboid.z > 1 else 2
     unit, batch = lcm(cuboid.y, cuboid.z), 2 * cuboid.x * cuboid.replicas * cuboid.pipe
     layers, seq = max(2, 2 * cuboid.pipe), -(-32 // unit) * unit

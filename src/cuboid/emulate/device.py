@@ -33,33 +33,33 @@ from cuboid.plan.hardware import Hardware
 from cuboid.plan.measure import tensors
 
 UNLIMITED = 1e30  # bytes of memory
-FIRST = -20  # niceness: before all others
-BLOCKED = 5e-5  # seconds: whoever waits for longer has waited for a message
+FIRST = -20  # niceness: highest priority
+BLOCKED = 5e-5  # seconds: a longer wait was for a message
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank's device can do: a machine's figures, and how this one differs from the others."""
+    """A rank's device: a machine's figures, and how this one differs from the others."""
 
     figures: Hardware
-    host: float = 0.0  # seconds the host takes to launch an operation
-    latency: float = 0.0  # seconds that a message takes besides what its links take
-    slower: float = 0.0  # of its speed that it lacks: 0.1 takes 1.1 times as long
-    jitter: float = 0.0  # of an operation's time, as a standard deviation
-    sends: bool = False  # a core, which sends messages itself: they take its time, as much as they take of this process
+    host: float = 0.0  # seconds of the host per launch
+    latency: float = 0.0  # seconds of a message besides the time on its links
+    slower: float = 0.0  # 0.1: operations take 1.1 times as long
+    jitter: float = 0.0  # standard deviation, relative to an operation's time
+    sends: bool = False  # a core that sends its own messages: they take as much of its time as of this process
 
 
 class Effect(NamedTuple):
-    """What an operation on tensors of given shapes costs and makes."""
+    """The cost and the results of an operation on tensors of given shapes."""
 
     seconds: float
     make: Callable[[Any, Any], Any] | None  # from its arguments; None: it is done after all
 
 
 class Emulated(TorchDispatchMode):
-    """The device of this process, while its context is open. `busy` and `exposed` are seconds, `late` those by which
-    messages left later than on the device: this process was not done launching what came before them."""
+    """The device of this process, while its context is open. `busy` and `exposed` are seconds; `late` are seconds by
+    which messages left later than on the device, because this process was still launching earlier work."""
 
     def __init__(self, device: Device, seed: int = 0) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class Emulated(TorchDispatchMode):
         self._dice = random.Random(seed)
         self._handlers: dict[Any, Callable[..., Any]] = {}
         self._known: dict[Hashable, Effect] = {}
-        self._used, self._held = 0, list[weakref.ref[torch.UntypedStorage]]()  # no less than is alive, and all that is
+        self._used, self._held = 0, list[weakref.ref[torch.UntypedStorage]]()  # an upper bound of what is alive
         self._wait, self._niceness = dist.Work.wait, os.getpriority(os.PRIO_PROCESS, 0)
         self._rehearsing = False
         self.record: list[tuple[float, float]] | None = None  # when each operation was launched, and its seconds
         self.reset()
 
     def reset(self) -> None:
-        """Begin to count anew. The device has nothing to do."""
+        """Reset the counts. The device is idle."""
         self.free = self.host = time.perf_counter()
         self.busy = self.exposed = self.late = 0.0
         self._sending = self._senders()
@@ -102,7 +102,7 @@ class Emulated(TorchDispatchMode):
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Within it nothing is sent and nobody sleeps: what operations cost and make is found out once, beforehand."""
+        """A context without messages and sleeps, to find out costs and results of operations once, beforehand."""
         self._rehearsing = True
         try:
             yield
@@ -145,7 +145,7 @@ class Emulated(TorchDispatchMode):
         return time.process_time() - time.thread_time() if self.device.sends else 0.0
 
     def _charge(self) -> None:
-        """Those since the last time, during which the device was at work."""
+        """Processor seconds since the last call, during which the device was at work."""
         now = self._senders()
         self.free += now - self._sending
         self._sending = now
@@ -168,12 +168,12 @@ class Emulated(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to say so takes a third of an operation's time
+        return False  # nothing is compiled here; the default takes a third of an operation's time
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for each in types:
             if hasattr(each, "__tensor_flatten__"):
-                return NotImplemented  # a wrapper such as DTensor: it comes again with the tensors inside
+                return NotImplemented  # a wrapper such as DTensor, which calls again with the tensors inside
         handle = self._handlers.get(func)
         if handle is None:
             handle = self._handlers[func] = self._handler(func)
@@ -229,7 +229,7 @@ class Emulated(TorchDispatchMode):
     # memory
 
     def _hold(self, made: Any) -> Any:
-        """Count what was made. What is gone by then is found out only when it would not fit otherwise."""
+        """Count allocations. Released ones are looked for only if memory would not suffice otherwise."""
         if self._hw.memory >= UNLIMITED:
             return made
         for each in (made,) if isinstance(made, Tensor) else tensors(made):
@@ -253,7 +253,7 @@ class Emulated(TorchDispatchMode):
 
 
 def _hurry(niceness: int) -> None:
-    """Of all threads of this process, if it may: it sleeps nearly always, and when it does not it is to be in time,
+    """Raise the priority of all threads of this process, if permitted. It mostly sleeps, but must wake up in time,
     whatever else the machine does."""
     with suppress(OSError):
         for thread in os.listdir("/proc/self/task"):

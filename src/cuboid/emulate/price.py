@@ -1,4 +1,4 @@
-"""How long an operation takes on a device, by its FLOPs and bytes and the planner's formulas."""
+"""The time of an operation on a device, from its FLOPs and bytes by the planner's formulas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def seconds(hw: Hardware, func: Any, args: Any, kwargs: Any, made: Any) -> float:
-    """Of an operation on these arguments that makes a result like `made`."""
+    """Seconds of an operation on these arguments with a result like `made`."""
     shapes = PRODUCTS.get(func.overloadpacket)
     if shapes is not None:
         times, m, n, k, dtype = shapes(*args)
@@ -40,7 +40,7 @@ def _bmm(a: Tensor, b: Tensor, *_: Any) -> tuple[int, int, int, int, torch.dtype
     return a.shape[0], a.shape[1], b.shape[2], a.shape[2], a.dtype
 
 
-#: How often a product is made, its sides m, n, k, and its precision.
+#: The number of matmuls, their sides m, n, k, and the precision.
 PRODUCTS: dict[Any, Callable[..., tuple[int, int, int, int, torch.dtype]]] = {
     aten.mm: _mm,
     aten.bmm: _bmm,
@@ -54,7 +54,7 @@ PRODUCTS: dict[Any, Callable[..., tuple[int, int, int, int, torch.dtype]]] = {
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
 ) -> tuple[float, bool, torch.dtype]:
-    """FLOPs, masked scores left out as kernels do, whether it is backward, and the precision."""
+    """FLOPs without masked scores, as kernels compute, whether it is backward, and the precision."""
     b, h, s, e = q.shape
     return 4.0 * b * h * s * k.shape[2] * e * (0.5 if causal else 1.0), False, q.dtype
 

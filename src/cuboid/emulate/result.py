@@ -1,4 +1,4 @@
-"""What an operation makes, without doing it: tensors of its results' shapes, of unknown values."""
+"""Results of operations without computing them: tensors of the right shapes, with undefined values."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -10,7 +10,7 @@ from cuboid.plan.measure import tensors
 
 aten = torch.ops.aten
 
-#: They touch no memory, and what they make is new.
+#: Operations that touch no memory, with new results.
 ALLOCATIONS = {
     aten.empty.memory_format,
     aten.empty_strided.default,
@@ -18,7 +18,7 @@ ALLOCATIONS = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
-#: They touch no memory, though their schemas do not say that they are views.
+#: Operations that touch no memory, although their schemas do not say that they are views.
 VIEWS = {aten.detach.default, aten._unsafe_view.default, aten.lift_fresh.default, aten.is_same_size.default}
 
 
@@ -38,7 +38,7 @@ def has_floats(values: Any) -> bool:
 
 
 def maker(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[Any, Any], Any] | None, Any]:
-    """How to make what an operation returns without doing it, and one example of what it makes anew."""
+    """Returns a function that makes an operation's result without computing it, and an example of new results."""
     if func._schema.is_mutable:
         return _written(func._schema), None
 
@@ -71,7 +71,7 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _written(schema: Any) -> Callable[[Any, Any], Any]:
-    """Of an operation that writes to its arguments: those that it returns."""
+    """For an operation that writes to its arguments: those that it returns."""
     names = [argument.name for argument in schema.arguments]
     aliases = {frozenset(a.alias_info.before_set): a.name for a in schema.arguments if a.alias_info is not None}
     wanted = [aliases[frozenset(r.alias_info.before_set)] for r in schema.returns if r.alias_info is not None]

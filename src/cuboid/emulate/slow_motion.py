@@ -1,4 +1,4 @@
-"""A cluster in slow motion: what `--emulate` asks for, as devices, links and figures for the planner.
+"""A cluster in slow motion: devices, links and figures for the planner, from the text of `--emulate`.
 
     v100-edr/2000                       a preset of the planner, everything 2,000 times slower
     fp32=2e9,stream=1e9,between=50mbit  figures
@@ -22,10 +22,10 @@ from cuboid.emulate.device import UNLIMITED, Device
 from cuboid.plan.hardware import KINDS, PRESETS, Hardware, Link, Operation, every_kind, load
 from cuboid.run.cluster import Links, bits_per_second
 
-HOST = 5e-6  # seconds, assumed: what PyTorch's dispatcher and a launch take of the host
+HOST = 5e-6  # seconds of the host per operation (assumed): PyTorch's dispatcher and a launch
 #: The paper's cluster. Its strong scaling stands for hidden size 3072, 64 heads and 24 × 512 tokens.
 PAPER_CLUSTER, PAPER_FACTOR, PAPER_MODEL = "v100-edr", 20000, "shrink=12"
-#: What may be given besides a preset, or in its place; the first two are needed there.
+#: Figures that may be given besides a preset, or instead of it; then the first two are required.
 FIGURES = {
     "fp32": "FLOP/s of products",
     "stream": "bytes/s of memory",
@@ -51,7 +51,7 @@ NUMBERED = re.compile(r"(rank|host)(\d+)")
 
 @dataclass(frozen=True)
 class SlowMotion:
-    hardware: Hardware  # in slow motion: what the planner predicts with
+    hardware: Hardware  # in slow motion, for the planner
     factor: float  # of the links
     shrink: float  # of hidden size and tokens
     device: Device
@@ -59,7 +59,7 @@ class SlowMotion:
     stragglers: tuple[tuple[int, float], ...] = ()
 
     def check(self, ranks: int) -> None:
-        """Raise if it names a rank or a host that so many ranks do not have."""
+        """Raise ValueError if it names a rank or host that does not exist with this many ranks."""
         hosts = -(-ranks // self.hardware.node)
         for kind, named, count in (("rank", self.stragglers, ranks), ("host", self.links.slow, hosts)):
             for number, value in named:
@@ -77,11 +77,11 @@ class SlowMotion:
 
     @property
     def times(self) -> float:
-        """How much longer everything lasts than with the model that is meant on the machine that is meant."""
+        """How many times slower everything is than the real model on the real machine."""
         return self.factor / self.shrink**2
 
     def meant(self, hidden: int, tokens: int) -> str:
-        """What a run of this size stands for. Ratios are a layer's, so that they hold for any number of them."""
+        """The run that this one stands for. Ratios are per layer, so they hold for any number of layers."""
         layer = 12 * (hidden * self.shrink) ** 2
         return (
             f"stands for hidden {hidden * self.shrink:,.0f} and {tokens * self.shrink:,.0f} tokens, "

@@ -1,4 +1,4 @@
-"""Every cuboid of a cluster with every choice, ranked by the predicted step."""
+"""Ranks all cuboids of a cluster, with all choices, by the predicted step."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -26,8 +26,8 @@ from cuboid.plan.time import Array, Prices
 from cuboid.step.pipeline import orders as pipeline_orders
 from cuboid.step.schedule import Schedule
 
-MOST_PLACES = 16  # of a pipeline, that are searched
-#: The layouts people know, as corners of the block.
+MOST_PLACES = 16  # most places of a pipeline that are searched
+#: Well-known layouts, as corners of the block.
 CORNERS = {
     "FSDP": lambda k: k.y == k.z == 1 < k.x,
     "TP+SP": lambda k: k.x == k.z == 1 < k.y,
@@ -45,9 +45,9 @@ class Plan:
     seconds: float
     memory: dict[str, int]
     compute: dict[str, float]  # seconds by kind of work
-    exposed: dict[str, float]  # seconds waited for each axis
-    in_flight: dict[str, float]  # seconds of each axis' collectives, were they alone
-    calls: dict[str, int]  # of each axis
+    exposed: dict[str, float]  # seconds of waiting, by axis
+    in_flight: dict[str, float]  # seconds of each axis' collectives, without any overlap
+    calls: dict[str, int]  # by axis
     sent: dict[str, int]  # bytes
     fits: bool
     hardware: Hardware
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The share of the step in which the places of a pipeline are idle, messages' time among it."""
+        """The share of the step in which the places of a pipeline are idle, including the time of messages."""
         return sum(each.idle for each in self.places) / (max(len(self.places), 1) * self.seconds)
 
     @property
@@ -63,7 +63,7 @@ class Plan:
         return sum(self.memory.values())
 
     def cost(self, work: Work, rank: int = 0) -> Cost:
-        """Calls, bytes and FLOPs, exact: of the last micro-batch or, on a pipe, of all of a step's."""
+        """Exact calls, bytes and FLOPs of the last micro-batch or, on a pipe, of all micro-batches."""
         at, c, count = self.cuboid.coordinates(rank), self.choice, work.micro_batches if self.cuboid.pipe > 1 else 1
         settings = c.policy, c.recompute, STORED, ITEMSIZE[work.precision], c.schedule
         of = work.config, self.cuboid, at, work.batch, work.seq, *settings
@@ -83,7 +83,7 @@ class Ranking:
     plans: list[Plan]
     too_large: list[Plan]
     considered: int
-    seconds: float = 0.0  # that the ranking itself took
+    seconds: float = 0.0  # taken by the ranking itself
     corners: dict[str, Plan | None] = field(default_factory=dict)
 
     def tokens_per_second(self, plan: Plan) -> float:
@@ -95,13 +95,13 @@ class Ranking:
 
 
 def model_flops(work: Work) -> int:
-    """Of a step, nothing computed again and causal scores counted in full, as is the custom."""
+    """FLOPs of a step without recomputation, causal scores counted in full, as usual."""
     whole = step_cost(work.config, Cuboid(), Cuboid().coordinates(0), work.batch, work.seq, freeze=work.freeze)
     return whole.flops * work.micro_batches
 
 
 def shapes(config: ModelConfig, devices: int, batch: int) -> Iterator[tuple[int, int, int, int]]:
-    """Every (replicas, x, y, z) of so many devices that the model's heads, hidden size and batch can be cut into."""
+    """All (replicas, x, y, z) of this many devices that divide the model's heads, hidden size and batch."""
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     for y, z in product(divisors, repeat=2):
         if config.heads % (y * z) or config.hidden % z or devices % (y * z):
@@ -134,19 +134,19 @@ def choices() -> Iterator[Choice]:
 
 
 def pipes(work: Work, devices: int) -> list[int]:
-    """Numbers of places that are searched: with fewer micro-batches than places most of a step is idle."""
+    """Numbers of places to search. With fewer micro-batches than places most of a step is idle."""
     most = min(work.config.layers, work.micro_batches, MOST_PLACES)
     return [n for n in range(2, most + 1) if devices % n == 0]
 
 
 def pipeline_schedules(work: Work, pipe: int) -> list[Schedule]:
-    """Those that are searched. gpipe is never faster than 1f1b, and holds more; beside is priced as 1f1b is."""
+    """Pipeline schedules to search. gpipe is never faster than 1f1b, and holds more; beside is priced like 1f1b."""
     found = []
     for name, stages in (("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
         schedule = Schedule(pipeline=name, stages=stages)
         try:
             pipeline_orders(schedule, pipe, work.micro_batches)
-        except ValueError:  # it cannot deal out so many micro-batches
+        except ValueError:  # not possible with this many micro-batches
             continue
         if pipe * stages <= work.config.layers:
             found.append(schedule)
@@ -211,7 +211,7 @@ def makes_difference(sizes: Sizes, choice: Choice) -> Array:
 
 
 class Predictions:
-    """Of one choice, for every candidate."""
+    """Predictions of one choice, for every candidate."""
 
     def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool = True) -> None:
         self.hw, self.sizes, self.choice = prices.hw, sizes, choice
@@ -234,7 +234,7 @@ def bytes_by_kind(footprint: Footprint, i: int) -> dict[str, int]:
 
 
 def _parts(t: Totals, i: int) -> dict[str, Any]:
-    """Of one candidate, by the names they have in a plan."""
+    """The totals of one candidate, by their names in a plan."""
     found: dict[str, Any] = {
         part: {name: float(value[i]) for name, value in getattr(t, part).items()}
         for part in ("compute", "exposed", "in_flight")
@@ -279,7 +279,7 @@ def pipeline_plan(found: Pipelines, i: int) -> Plan:
 
 
 def timeline(work: Work, plan: Plan) -> list[dict[str, Any]]:
-    """The moves of a pipeline's step as they are planned, by place."""
+    """The planned moves of a pipeline's step, by place."""
     found = pipeline_of(plan.hardware, work, plan.cuboid, plan.choice)
     slots = found.slots(0)
     return [
@@ -292,7 +292,7 @@ def timeline(work: Work, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _best_of_each_shape(predictions: "Sequence[Predictions | PipelinePredictions]") -> tuple[list[Plan], list[Plan]]:
-    """The fastest order and choice of every shape that fits; the smallest of those that do not."""
+    """Ranks the fastest order and choice of every shape that fits, and the smallest of those that do not."""
     cuboids = predictions[0].sizes.cuboids
     numbers: dict[tuple[int, ...], int] = {}
     shape = np.array([numbers.setdefault((k.replicas, k.x, k.y, k.z), len(numbers)) for k in cuboids])
