@@ -119,7 +119,9 @@ def test_storage_is_writable_shared_and_large_enough() -> None:
     expect(checks.storage("/runs", both, 9e9, 1e9), "ok", "9GB free, a checkpoint takes 1GB")
     expect(checks.storage("/runs", both, 2e9, 1e9), "warning", "room for three")
     expect(checks.storage("/runs", both, 5e8, 1e9), "error", "500MB free", "larger disk")
-    expect(checks.storage("/runs", both | {"b": False}, 9e9, 1e9), "error", "a different folder on b", "all hosts share")
+    expect(
+        checks.storage("/runs", both | {"b": False}, 9e9, 1e9), "error", "a different folder on b", "all hosts share"
+    )
     expect(checks.storage("/runs", both, 9e9, 1e9, "Read-only file system"), "error", "Read-only", "logging.folder")
 
 
