@@ -1,20 +1,20 @@
-"""SUMMA, the 2-D parallel product on q × q ranks: axis y cuts the tokens, axis z the features.
+"""SUMMA, the 2-D parallel product on q × q ranks: axis y splits the tokens, axis z the features.
 
     X [m/y, k/z]        W [n/z, k/y]        Y [m/y, n/z]
 
-Three kernels, each the others' gradients. Block i of an operand visits an axis, broadcast by rank i of it; block i of a
-result is summed over an axis, reduced to rank i of it:
+Three kernels, each the gradient of the others. Rank i of an axis broadcasts block i of an operand over it; block i of a
+result is reduced over an axis to its rank i:
 
     kernel   product        for each i of q                    visitors
     (1) AB   Y  = X Wᵀ      Y   += X_i W_iᵀ                    X_i over z, W_i over y
     (2) ABᵀ  dX = dY W      dX_i = reduce_z( dY W_i )          W_i over y
     (3) AᵀB  dW = dYᵀ X     dW_i = reduce_y( dYᵀ X_i )         X_i over z
 
-A table [V/y, d/z] is a weight the other way round: the head's logits are (2), their gradients (1) and (3). A look-up is
-(1) with one-hot tokens, which every rank of z has, so the table alone moves; its gradient is (3) likewise.
+An embedding [V/y, d/z] is a transposed weight: the head's logits are (2), their gradients (1) and (3). A look-up is (1)
+with one-hot tokens, which every rank of z has, so only the embedding is sent; its gradient is (3) likewise.
 
-Each is a `sweep` over i: the next blocks are on their way while these are multiplied, and the last sums while the next
-are made. Saved for backward: shards.
+Each is a `sweep` over i: the next blocks are in flight while these are multiplied, and the last sums while the next are
+computed. Saved for backward: shards.
 """
 
 from collections import deque
@@ -38,12 +38,12 @@ from cuboid.step.op import Ahead, Back
 from cuboid.step.weights import Gathered, joined
 
 Flights = Sequence[Flight]
-AHEAD = 2  # turns
+AHEAD = 2  # turns between launch and use
 
 
 def turns(q: int) -> list[int]:
-    """Every i of q, from 0 on: neighbours on an axis may share a host, so one turn's blocks come from its first half
-    and the next one's from its second, and both halves' links are busy.
+    """The order of the q turns: alternately from the first and the second half of an axis. Neighbours may share a host,
+    so the links of both halves are busy.
 
     >>> turns(8)
     [0, 4, 1, 5, 2, 6, 3, 7]
@@ -52,8 +52,8 @@ def turns(q: int) -> list[int]:
 
 
 def sweep(q: int, launch: Callable[[int], Flights], work: Callable[..., Flights]) -> list[list[Tensor]]:
-    """For each i of q, `work(i, *blocks)` with what `launch(i)` sent for, AHEAD turns before. The flights it returns
-    are awaited as many turns later; what they brought is returned, by i."""
+    """For each i of q, `work(i, *blocks)` with the blocks that `launch(i)` launched AHEAD turns before. Flights that it
+    returns are awaited AHEAD turns later; returns their results, by i."""
     order, brought = turns(q), {}
     blocks = deque(launch(i) for i in order[:AHEAD])
     sums: deque[tuple[int, Flights]] = deque()
@@ -79,8 +79,8 @@ def sweep(q: int, launch: Callable[[int], Flights], work: Callable[..., Flights]
 
 @dataclass(eq=False)
 class SummaProduct:
-    """X [s, b, k/z] -> [s, b, n/z] for each linear, side by side in memory: one visit of X serves them all. The tensor
-    itself where there is one linear."""
+    """X [s, b, k/z] -> [s, b, n/z] of each linear, side by side in memory, so that one broadcast of X serves all; a
+    tuple if there are several."""
 
     linears: Sequence[Affine]
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""2-D parallel (Optimus) and 2.5-D parallel (Tesseract): the products of summa.py on x layers of y × z = q × q ranks.
+"""2-D (Optimus) and 2.5-D (Tesseract) parallelism: the products of summa.py on x layers of y × z = q × q ranks.
 
     tensor                held by a rank
     residual stream       [s, b/(x y), d/z]
@@ -7,10 +7,10 @@
     logits                [s, b/(x y), V/z]
     weight [n, k]         [n/z, k/y]                 into and out_of alike
     bias, norm [n]        [n/z]                      replicated over y
-    tables [V, d]         [V/y, d/z]
+    embeddings [V, d]     [V/y, d/z]
 
-With x = 1 this is 2-D. Else every layer holds the weights and works on its own part of the batch, and the gradients
-are summed over x: the depth of 2.5-D cuts no product, it replicates, as axis replicas does.
+With x = 1 this is 2-D. Otherwise every layer holds the weights and its own slice of the batch, and gradients are summed
+over x: the depth of 2.5-D splits no product, it replicates, like axis replicas.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ SPECS: dict[Role, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = {
 
 
 def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
-    """Raise if this model cannot run 2-D parallel with `batch` sequences of `seq` tokens."""
+    """Raise ValueError if this model cannot run 2-D parallel with `batch` sequences of `seq` tokens."""
     q = cuboid.y
     if cuboid.z != q:
         raise ValueError(
@@ -63,9 +63,9 @@ def check(config: ModelConfig, cuboid: Cuboid, batch: int, seq: int) -> None:
             )
     config.check_plain("2-D parallel", cuboid.pipe)
     config.check(Cuboid(), batch, seq)
-    parts = cuboid.replicas * cuboid.x * q
-    if batch % parts:
-        raise ValueError(f"batch={batch} cannot be split into replicas·x·y={parts}; use batch {round_up(batch, parts)}")
+    count = cuboid.replicas * cuboid.x * q
+    if batch % count:
+        raise ValueError(f"batch={batch} cannot be split into replicas·x·y={count}; use batch {round_up(batch, count)}")
 
 
 class TwoD:
@@ -78,18 +78,18 @@ class TwoD:
         self.config, self.mesh, self.dtype = config, mesh, dtype
 
     def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
-        cuts, sums = SPECS[role]
-        return Spec(shape, cuts, sums)
+        splits, sums = SPECS[role]
+        return Spec(shape, splits, sums)
 
     # Tokens
 
     def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
         mesh, config, device = self.mesh, self.config, self.mesh.device
-        parts = mesh.replicas.size * mesh.x.size * mesh.y.size
-        padded = round_up(batch, parts) if decode else batch
+        count = mesh.replicas.size * mesh.x.size * mesh.y.size
+        padded = round_up(batch, count) if decode else batch
         check(config, mesh.cuboid, padded, start + seq)
         index = (mesh.replicas.index * mesh.x.size + mesh.x.index) * mesh.y.size + mesh.y.index
-        samples = torch.arange(*shard_range(padded, parts, index), device=device)
+        samples = torch.arange(*shard_range(padded, count, index), device=device)
         positions = torch.arange(start, start + seq, device=device)
         hidden, classes = (
             torch.arange(*shard_range(n, mesh.z.size, mesh.z.index), device=device)

@@ -114,8 +114,8 @@ class CuboidParallel:
         config.check(mesh.cuboid, mesh.cuboid.replicas, 1)
 
     def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
-        cuts, sums = SPECS[role]
-        return Spec(shape, cuts, sums)
+        splits, sums = SPECS[role]
+        return Spec(shape, splits, sums)
 
     # Tokens
 

@@ -1,4 +1,4 @@
-"""One layer as a rank plays it, forward and backward: the order of nn.py and product.py, on a `Tape`.
+"""Simulates one layer of a rank, forward and backward, in the order of nn.py and product.py, on a `Tape`.
 
 A block is a generator that yields between launching a collective and needing it; backward is the forward's schedule in
 reverse. Elementwise operations are counted as PyTorch runs them one by one: reads plus writes.
@@ -63,7 +63,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Outputs that travel in one reduce-scatter, by the names of their linears."""
+    """Outputs that share one reduce-scatter, by the names of their linears."""
 
     ns: Mapping[str, Array]
     blocks: Array | int = 1  # pieces that a product is written in
@@ -74,7 +74,7 @@ class Outputs:
 
 
 class TimedLayer:
-    """`b` sequences and `m` tokens of the x-slice are those at hand: all, or a part's."""
+    """Simulates layers with `b` sequences and `m` tokens of the x-slice: all, or those of a sub-batch."""
 
     def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool) -> None:
         self.hw, self.c, self.sizes, self.precision = prices.hw, work.config, sizes, work.precision
@@ -88,7 +88,7 @@ class TimedLayer:
         self.of_block = self.trained.block(0)  # what is trained of the layer at hand
 
     def rows(self) -> Array:
-        """Of the residual stream."""
+        """Rows of the residual stream."""
         return self.m // self.sizes.y
 
     def save(self, size: Array | int) -> None:
@@ -98,7 +98,7 @@ class TimedLayer:
     # Products
 
     def trains(self, outs: Sequence[Outputs]) -> bool:
-        """Whether any of their weights is trained: then X is needed again."""
+        """Whether any of their weights is trained, so that backward needs X."""
         return any(f"{name}.weight" in self.of_block for out in outs for name in out.ns)
 
     def multiply(self, out: Outputs, k: Array, k_blocks: Array | int, equation: int) -> None:
@@ -141,7 +141,7 @@ class TimedLayer:
         X: Message | None = None,
         before: Callable[[], tuple[Any, ...]] | None = None,
     ) -> Steps:
-        """Its X may be on its way already; returns that of the product `before` it, which has begun to be."""
+        """Backward. Its X may be in flight already; returns the launched X of the linear `before` it."""
         t, ahead = self.tape, None
         dYs = [t.launch(k_axis, "all_gather", self.m * out.n) for out in outs]
         if X is None and not self.retain and self.trains(outs):
@@ -165,7 +165,7 @@ class TimedLayer:
         return ahead
 
     def qkv(self) -> tuple[Array, list[Outputs], str, str]:
-        """All three travel together by heads, or keys and values apart by tokens where they have too few heads."""
+        """q, k and v share a reduce-scatter by heads; with too few key heads, k and v have their own, by tokens."""
         s = self.sizes
         keys = ("attention.k", "attention.v")
         outs = [Outputs({"attention.q": s.q} | dict.fromkeys(keys, s.kv * ~s.few), s.z)]
@@ -256,7 +256,7 @@ class TimedLayer:
         self.tape.wait(flight)
 
     def gathers(self) -> list[tuple[str, Array]]:
-        """Of keys and values, where there are fewer heads than y·z or x cuts the sequence."""
+        """Gathers of keys and values, if there are fewer heads than y·z or x splits the sequence."""
         s, c = self.sizes, self.c
         apart = s.few & (c.kv_heads % s.y != 0)
         kv = np.where(apart, c.kv_dim, s.kv)
@@ -265,7 +265,7 @@ class TimedLayer:
         return [("y", over_y), ("z", self.m * 2 * kv * s.few), ("x/context", keys)]
 
     def scores(self) -> tuple[Array, Array]:
-        """Of queries and keys: counted as is the custom, and those not masked."""
+        """Pairs of queries and keys: all, which are counted as usual, and those not masked."""
         s = self.sizes
         piece = s.s // 2
         cut = s.context > 1
@@ -300,7 +300,7 @@ class TimedLayer:
         self.save(saved * self.e + m * s.heads * self.wide)
 
     def head_norms(self, queries: Array, keys: Array) -> None:
-        """Saved is what they saw, the values too where they lie in the keys' buffer and x cuts the sequence."""
+        """QK-norm. It saves its inputs, and the values too if they share the keys' buffer and x splits the sequence."""
         s = self.sizes
         self.tape.stream("elementwise", NORM[False] * (queries + keys) * self.wide, 18)
         self.save((queries + keys * (1 + ((s.context > 1) & ~s.few))) * self.e)

@@ -1,4 +1,4 @@
-"""A ranking as a picture: steps and what they consist of, memory, and the best cuboid over devices × batch."""
+"""Plots of a ranking: steps and what they consist of, memory, and the best cuboid over devices × batch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +82,7 @@ def _timeline(axes: Axes, work: Work, plan: Plan) -> None:
 
 
 def seconds(plan: Plan) -> dict[str, float]:
-    """Of a step by part: what has a colour, and all the rest as one."""
+    """Seconds of a step by kind: those with a colour, and the rest as one."""
     waits = {f"waiting for {axis}": value for axis, value in plan.exposed.items()}
     found = {name: (plan.compute | waits).get(name, 0.0) for name in COLOURS if name not in plan.memory}
     found["optimizer"] = plan.compute.get("optimizer", 0.0)

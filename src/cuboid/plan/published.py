@@ -1,4 +1,4 @@
-"""Others' measurements, predicted from the presets and nothing else: no figure here was fitted.
+"""Predictions of published measurements, from the presets only: no figure here was fitted.
 
 Megatron-LM's tensor parallelism is played on the same clock with the same prices as our own step, with its own
 schedule: nothing hidden, attention in separate kernels that write the scores, fused elementwise kernels, gradients
@@ -78,7 +78,7 @@ class Megatron:
 
     @property
     def flops(self) -> float:
-        """Of a step with everything computed again, as SC21 counts them."""
+        """FLOPs of a step with full recomputation, as SC21 counts them."""
         h, share = self.hidden, self.seq / (6 * self.hidden) + self.vocab / (16 * self.layers * self.hidden)
         return 96 * self.batch * self.seq * self.layers * h**2 * (1 + share)
 
@@ -103,7 +103,7 @@ class _MegatronPlay:
         self.tape.compute("products", self.product(self.h, k // self.t, times))
 
     def stream(self, size: Array, forward: float, backward: float, times: int) -> None:
-        """Of an operand read or written so often in forward and in backward."""
+        """Memory traffic of an operand, by the number of reads and writes in forward and in backward."""
         self.tape.stream("elementwise", (times * forward + backward) * size * self.e)
 
     def exchange(self, times: int) -> None:
@@ -142,7 +142,7 @@ class _MegatronPlay:
 
 
 class _SummaPlay(_MegatronPlay):
-    """Optimus: tokens, features and weights cut by side × side. A product takes `side` rounds, each after a broadcast
+    """Optimus: tokens, features and weights split by side × side. A product takes `side` rounds, each after a broadcast
     of both blocks; `Megatron.tensor` is the side. Collectives are added from the ledger's formulas."""
 
     def __init__(self, of: Megatron, tape: Tape, itemsize: int) -> None:
@@ -160,7 +160,7 @@ class _SummaPlay(_MegatronPlay):
 
 
 def summa_seconds(hw: Hardware, of: Megatron, precision: str = "fp32", itemsize: int = 4) -> float:
-    """Of a forward and backward, nothing hidden. A node holds a square of the mesh, as Optimus arranges ranks."""
+    """Seconds of a forward and backward without overlap. A node holds a square of the mesh, as in Optimus."""
     side, square = of.tensor, max(1, round(hw.node**0.5))
     config = ModelConfig("gpt2", of.layers, of.hidden, of.heads, of.vocab, of.seq, tied=True)
     cuboid = Cuboid(1, side, side)
@@ -230,7 +230,7 @@ def bian() -> list[Line]:
 
 
 def cube_seconds(hw: Hardware, of: Megatron, fastest: str) -> float:
-    """The paper's cube, nothing hidden and dY gathered for either product of backward; `fastest` runs within nodes."""
+    """The paper's cube, without overlap, dY gathered for each product of backward; `fastest` runs within nodes."""
     config = ModelConfig("gpt2", of.layers, of.hidden, of.heads, of.vocab, of.seq, tied=True)
     order = (*(axis for axis in AXES if axis != fastest), fastest)
     cuboid = Cuboid(4, 4, 4, order=order)

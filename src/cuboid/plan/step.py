@@ -1,4 +1,4 @@
-"""A training step as one rank plays it: the model's own order of products, launches and waits, on a `Tape`.
+"""Simulates a training step of one rank: the model's order of matmuls, launches and waits, on a `Tape`.
 
 Layer after layer as transformer.py runs them, with weights.py's gathers ahead of them and reductions behind.
 Sub-batches take turns, in all candidates alike; the model's `interleave` chooses turns by size and hides more.
@@ -20,29 +20,29 @@ from cuboid.plan.tape import Message, Totals
 from cuboid.plan.time import Array, Fare, Prices
 from cuboid.step.weights import MOST_IN_FLIGHT
 
-STEADY = 5  # layers that are played; every further one takes as long as the last but one forward, the second backward
-LOSS, OPTIMIZER = 14, 12  # how often a logit, a parameter is read or written
+STEADY = 5  # simulated layers; further ones take as long as the last but one in forward, the second in backward
+LOSS, OPTIMIZER = 14, 12  # reads and writes of a logit, of a parameter
 
 
 def step_totals(
     prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool = True, last: bool = True
 ) -> Totals:
-    """Of a forward and backward of every candidate; of the `last` micro-batch also the sums over replicas and the
+    """Totals of a forward and backward of every candidate; the `last` micro-batch adds the sums over replicas and the
     optimizer's update."""
     return stage_totals(prices, work, sizes, choice, WHOLE, overlap, last).of(work.config.layers)[1]
 
 
 @dataclass(frozen=True)
 class StageTotals:
-    """Of a forward, and of that and a backward, of a stage of some layers; and what one layer adds to either."""
+    """Totals of a stage's forward, and of forward and backward, with what one layer adds to each."""
 
     layers: int
     forward: Totals
     both: Totals
-    marks: Sequence[Totals]  # before and after a layer, in forward, then in backward; none: all layers are played
+    marks: Sequence[Totals]  # before and after a layer, in forward, then in backward; none: all layers are simulated
 
     def of(self, layers: Array | int) -> tuple[Totals, Totals]:
-        """With so many layers."""
+        """The totals with this many layers."""
         forward, both = self.forward, self.both
         if self.marks:
             before, after = self.marks[:2]
@@ -61,7 +61,7 @@ def stage_totals(
     overlap: bool = True,
     last: bool = True,
 ) -> StageTotals:
-    """Messages to and from other stages are counted, but nobody waits for them here."""
+    """Totals of a pipeline stage. Messages to and from other stages are counted, but not awaited."""
     step = _TimedStep(prices, work, sizes, choice, overlap, last, segment)
     return StageTotals(step.layers, step.halfway, step.tape.totals(), step.marks)
 
@@ -82,15 +82,15 @@ class _TimedStep(TimedLayer):
     ) -> None:
         super().__init__(prices, work, sizes, choice, overlap)
         self.last, self.segment = last, segment
-        self.layers = layers = self.c.layers if work.freeze else min(self.c.layers, STEADY)  # that are played
+        self.layers = layers = self.c.layers if work.freeze else min(self.c.layers, STEADY)  # simulated
         self.lowest = self.trained.lowest - 1  # layer where backward ends; -1: the embedding, `layers`: the last norm
-        self.marks: list[Totals] = []  # before and after a layer like all those that are not
+        self.marks: list[Totals] = []  # before and after a layer like those that are not simulated
         self.kept = choice.policy.weights == "retain"
         self.sub_batches = choice.schedule.sub_batches
         self._in_flight: deque[tuple[Message, Array]] = deque()  # sums over x, and the elements of a rank's shards
         self._replicas: deque[Message] = deque()  # sums over replicas
-        self._rows: deque[Message] = deque()  # the head's X, then its dX, of each part
-        self._gathers: dict[int, Message] = {}  # of layers, on their way; the final norm is the last
+        self._rows: deque[Message] = deque()  # the head's X, then its dX, of each sub-batch
+        self._gathers: dict[int, Message] = {}  # in flight, by layer; the final norm is the last
         norm = [sizes.norm_weight] * len(self.trained.norm())
         self._buckets = [list(sizes.block_weights.values())] * layers + [norm] * segment.ends
         self.forward()
@@ -154,7 +154,7 @@ class _TimedStep(TimedLayer):
             self.sum_replicas()
 
     def layers_backward(self) -> None:
-        """And the last norm's, as far as they are trained."""
+        """Reduce the gradients of a layer, or of the last norm, as far as they are trained."""
         if self.segment.ends:
             self.again(self.layers)
         if self.choice.schedule.prefetch:
@@ -200,7 +200,7 @@ class _TimedStep(TimedLayer):
             self.marks.append(self.tape.totals().copy())
 
     def play(self, steps: Callable[[], Steps]) -> None:
-        """With the whole micro-batch, or with its sub-batches in turn."""
+        """Simulate with the whole micro-batch, or with its sub-batches in turn."""
         whole = self.b, self.m
         self.b, self.m = self.b // self.sub_batches, self.m // self.sub_batches
         for _ in zip_longest(*(steps() for _ in range(self.sub_batches))):
@@ -220,13 +220,13 @@ class _TimedStep(TimedLayer):
         self.tape.stream("weights", 2 * size * self.e * moved, len(weights))
 
     def prefetch(self, i: int) -> None:
-        """The weights of layer i and of the next, in forward."""
+        """In forward, gather the weights of layer i and of the next."""
         for layer in (i, i + 1) if self.choice.schedule.prefetch else (i,):
             if layer < len(self._buckets) and layer not in self._gathers:
                 self._gathers[layer] = self.gather(self._buckets[layer])
 
     def again(self, i: int) -> None:
-        """The weights of layer i on their way, in backward."""
+        """In backward, gather the weights of layer i."""
         if i >= max(self.lowest, 0) and not self.kept and i not in self._gathers:
             self._gathers[i] = self.gather(self._buckets[i])
 
@@ -240,8 +240,7 @@ class _TimedStep(TimedLayer):
                 del self._gathers[i]
 
     def reduce(self, weights: Sequence[Weight], uncut: int = 0) -> None:
-        """Launch the sum over x of the gradients, besides so many that x does not cut; no more than a few layers' are
-        on their way."""
+        """Launch the sum over x of gradients, beside others that x does not split. Only a few layers' are in flight."""
         if not weights and not uncut:
             return
         shard = added([np.zeros_like(self.sizes.x), *(w.shard for w in weights)])
@@ -257,8 +256,8 @@ class _TimedStep(TimedLayer):
         self.send_on(elements)
 
     def send_on(self, elements: Array) -> None:
-        """Over replicas. All are awaited at the end; here a few at a time, so that every layer's share of the wait is
-        its own."""
+        """Launch the sum over replicas. The model awaits all at the end; here a few at a time, so that each layer has
+        its share of the wait."""
         if self.last:
             self._replicas.append(self.tape.launch("replicas", "all_reduce", elements, itemsize=STORED))
         if len(self._replicas) > MOST_IN_FLIGHT:
@@ -267,7 +266,7 @@ class _TimedStep(TimedLayer):
     # Both ends
 
     def count_messages(self, kind: str) -> None:
-        """Between stages: the residual stream, or its gradient."""
+        """Count messages between stages: the residual stream, or its gradient."""
         size = self.rows() * self.sizes.d * self.e // self.sub_batches
         fare = Fare(np.zeros(len(size)), size * (kind == "send"), size > 0, None)
         self.tape.count("pipe", kind, fare, self.sub_batches, fare.seconds)

@@ -1,4 +1,4 @@
-"""Measure the machine at hand for the planner: products, copies, attention, collectives, real layers."""
+"""Measures this machine for the planner: matmuls, copies, attention, collectives, real layers."""
 
 import os
 import time
@@ -40,7 +40,7 @@ class Calibration:
 
 
 def calibrate(world: World, settings: Settings, name: str) -> Calibration | None:
-    """On every rank; rank 0 shows its progress and returns what was found."""
+    """Runs on every rank. Rank 0 shows the progress and returns the result."""
     node, cores, scale = world.local_size, cores_shared(world), Scale.of(world.device, settings)
     began, bench = time.perf_counter(), Bench(world, alone=not cores and not is_gpu(world.device))
     direct = not is_gpu(world.device)
@@ -97,8 +97,8 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
 
 
 def across_hosts(found: Calibration, ranks: int) -> Calibration:
-    """With links across as ranks have them on emulated hosts: a byte takes the processor longer through a host's
-    network than over loopback. Unchanged where ranks have cores of their own, or hosts cannot be made."""
+    """Adds the links across emulated hosts, where a byte takes more processor time than over loopback. Unchanged if
+    each rank has a core, or hosts cannot be made."""
     hw, began = found.hardware, time.perf_counter()
     if not hw.cores:
         return found
@@ -118,19 +118,19 @@ def across_hosts(found: Calibration, ranks: int) -> Calibration:
 
 
 def unmeasured(level: str, world: World) -> str:
-    """What a file says of links that no two ranks had between them."""
+    """The note in the file on links that no two ranks had."""
     return f"not measured: {world.size} ranks, {world.local_size} a node; calibrate {REMEDY[level]}"
 
 
 def cores_shared(world: World) -> int:
-    """This machine's, if all ranks are here and are more than they."""
+    """The cores of this machine, if all ranks are here and outnumber them; else 0."""
     cores = len(os.sched_getaffinity(0))
     return cores if not is_gpu(world.device) and world.size == world.local_size > cores else 0
 
 
 @contextmanager
 def told(speaks: bool, parts: int = 8) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr; call it with what begins."""
+    """A bar on stderr. Call it with the name of what begins."""
     with Progress(console=Console(stderr=True, quiet=not speaks), disable=not speaks) as progress:
         task = progress.add_task("", total=parts)
         yield lambda text: progress.update(task, description=text, advance=1)

@@ -1,4 +1,4 @@
-"""Hardware figures from what was timed, and how far each fit is off."""
+"""Fits hardware figures to measured times, and reports the error of each fit."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from cuboid.plan.time import Array
 
 
 def fit(columns: Sequence[Array], measured: Sequence[float]) -> tuple[list[float], float]:
-    """Factors of at least 0, by least squares of the relative error; and the mean of it."""
+    """Returns factors of at least 0, by least squares of the relative error, and the mean relative error."""
     y = np.array(measured)
     table = np.stack([np.asarray(column, dtype=float) for column in columns], 1) / y[:, None]
     active = list(range(len(columns)))
@@ -31,7 +31,8 @@ def fit(columns: Sequence[Array], measured: Sequence[float]) -> tuple[list[float
 
 
 def fit_products(shapes: Sequence[tuple[int, int, int]], measured: Sequence[float]) -> tuple[list[float], float]:
-    """Seconds of a FLOP, of a FLOP's worth of output and of a launch. If noise hides the first, all time is its."""
+    """Seconds of a FLOP, of a FLOP's worth of output and of a launch. If noise hides the others, the first has all the
+    time."""
     m, n, k = np.array(shapes, dtype=float).T
     factors, error = fit([2 * m * n * k, 2 * m * n, np.ones_like(m)], measured)
     if not factors[0]:
@@ -66,7 +67,7 @@ def fit_links(
 
 
 def fit_layers(hw: Hardware, layers: Sequence[tuple[Work, float]]) -> tuple[Hardware, float]:
-    """The speed of elementwise operations and the time of the smallest, so that real layers take what they took."""
+    """The speed of elementwise operations and the time of the smallest one, fitted to the times of real layers."""
 
     def error(candidate: Hardware) -> float:
         gaps = [predict(candidate, work, Cuboid(), Choice()).seconds / seconds - 1 for work, seconds in layers]

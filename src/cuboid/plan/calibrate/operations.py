@@ -1,4 +1,4 @@
-"""What each operation of a layer takes of a processor, one by one: emulated devices add them up again.
+"""Processor time of each operation of a layer. Emulated devices add them up.
 
 Seconds of an operation are launch + bytes ÷ stream, a line for each kind, through what it took in layers of few tokens
 and of many. What a step takes beyond its operations is the framework's, and is spread over them. Seconds are the
@@ -54,8 +54,8 @@ class Stopwatch(TorchDispatchMode):
 
 
 def time_operations(bench: Bench, scale: Scale, stream: float) -> dict[str, Operation]:
-    """Of steps of one layer and AdamW, on each rank alone, all at once; `stream` is of those that move too little for
-    one of their own."""
+    """Times operations in steps of one layer and AdamW, on each rank alone, all at once. `stream`: for operations with
+    too few bytes for a rate of their own."""
     mesh = Mesh(Cuboid(), device=bench.world.device, alone=True)
     config = scale.model.replace(layers=1)
     parallel = CuboidParallel(config, mesh, dtype=COMPUTE[scale.precision])

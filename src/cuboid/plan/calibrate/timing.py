@@ -1,4 +1,4 @@
-"""What a machine takes, all ranks at once as in training: cores, caches and network cards are shared then too.
+"""Times a machine's operations with all ranks at once, as in training: they share cores, caches and network cards.
 
 Times are the slowest rank's, the median of a few. A GPU's are of many calls between two waits for it: of one alone the
 launch and the wait would be timed.
@@ -34,7 +34,7 @@ MOST_CALLS = 200
 
 @dataclass(frozen=True)
 class Settings:
-    """Products are of the model's shapes, for so many tokens a rank. What is left out is what suits the device."""
+    """Matmuls have the model's shapes, with `tokens` tokens per rank. Defaults suit the device."""
 
     model: ModelConfig | None = None
     tokens: int = 0
@@ -47,7 +47,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Scale:
-    """What is timed: large enough to tell what the device does from what it takes to ask it to."""
+    """Sizes of what is timed: large enough for the device's work to outweigh the launch."""
 
     model: ModelConfig
     tokens: int
@@ -89,14 +89,15 @@ ON_GPU = Scale(
 
 
 class Bench:
-    """The world's ranks in step. `alone`: each has a core of its own, and whoever else uses it does not count."""
+    """Times the world's ranks in lockstep. `alone`: each has its own core; time that others take there does not
+    count."""
 
     def __init__(self, world: World, alone: bool = False) -> None:
         self.world, self._alone = world, alone
         self.all = Axis("world", world.size, world.rank, dist.group.WORLD if world.size > 1 else None)
 
     def seconds(self, work: Callable[[], object], repeats: int = REPEATS) -> float:
-        """Of one call, on the slowest rank; the median of a few, after one to warm up."""
+        """Seconds of one call on the slowest rank: the median of a few, after one to warm up."""
         work()
         calls, found = self._calls(work), []
         for _ in range(repeats):
@@ -104,7 +105,7 @@ class Bench:
         return median(found)
 
     def least(self, work: Callable[[], object], repeats: int) -> float:
-        """As `seconds`, but on this rank, and the least."""
+        """The least seconds of one call on this rank."""
         work()
         calls = self._calls(work)
         return min(self._mine(work, calls) for _ in range(repeats)) / calls
@@ -120,13 +121,14 @@ class Bench:
         return self.now() - start
 
     def _calls(self, work: Callable[[], object]) -> int:
-        """Between two waits for the device, as many on all ranks: they may be collectives."""
+        """The number of calls between two waits for the device; the same on all ranks, since calls may be
+        collectives."""
         if not is_gpu(self.world.device):
             return 1
         return min(MOST_CALLS, max(1, round(BUSY / self._took(work, 1))))
 
     def computing(self, work: Callable[[], object]) -> float:
-        """As `seconds`, of work that waits for nobody."""
+        """Like `seconds`, for work without communication."""
         if not self._alone:
             return self.seconds(work)
         work()
@@ -151,10 +153,10 @@ class Bench:
 
 
 def product_shapes(scale: Scale) -> list[tuple[int, int, int]]:
-    """(m, n, k) of the model's products, whole and cut."""
+    """(m, n, k) of the model's matmuls, unsharded and sharded."""
     c, m = scale.model, scale.tokens
     sides = [(c.q_dim, c.hidden), (c.ffn, c.hidden), (c.hidden, c.ffn)]
-    found = [(m, n // cut, k) for n, k in sides for cut in (1, 4)]
+    found = [(m, n // shards, k) for n, k in sides for shards in (1, 4)]
     found += [(m, n, k // 4) for n, k in sides[1:]]
     return [*found, (m // 4, c.ffn, c.hidden), (c.ffn, c.hidden, m)]
 
@@ -169,7 +171,7 @@ def time_products(bench: Bench, scale: Scale) -> tuple[list[tuple[int, int, int]
 
 
 def time_copy(bench: Bench, size: int) -> float:
-    """Bytes a second, read and written, of a sum."""
+    """Bytes per second, read and written, of a sum."""
     x, y = (torch.ones(size // 4, device=bench.world.device) for _ in range(2))
     return 3 * size / bench.computing(lambda: torch.add(x, y, out=y))
 
@@ -249,7 +251,7 @@ def time_slowdown(bench: Bench, scale: Scale) -> float:
 
 
 def time_processor(bench: Bench, cores: int, calls: int = 10) -> float:
-    """The share of a collective's seconds in which it keeps the cores busy, that all ranks share."""
+    """The share of a collective's seconds in which it keeps the shared cores busy."""
     mesh = Mesh(Cuboid(1, bench.world.size, 1), bench.world.rank, bench.world.device)
     x = torch.ones(1 << 18)
     COLLECTIVES["all_gather"](x, mesh.y).wait()
@@ -264,7 +266,7 @@ def time_processor(bench: Bench, cores: int, calls: int = 10) -> float:
 
 
 def on_hosts(world: World) -> list[Sample]:
-    """Collectives of ranks on hosts of their own."""
+    """Collectives of ranks on separate emulated hosts."""
     return time_collectives(Bench(world), 1)
 
 

@@ -1,4 +1,4 @@
-"""What a training step costs a rank: bytes sent per axis and collective, FLOPs, and memory at rest, by formula.
+"""Costs of a training step on a rank, by formula: bytes sent per axis and collective, FLOPs, and memory at rest.
 
 One file a way of parallelising. Arithmetic on sizes alone, so a cluster need not exist to be costed; the
 tests hold them against the ledger, the FLOP counter and autograd's saved tensors.
@@ -14,7 +14,7 @@ from cuboid.mesh.layout import shard_range
 
 @dataclass
 class Cost:
-    """Of one rank and one step, forward and backward."""
+    """The cost of one step, forward and backward, on one rank."""
 
     traffic: defaultdict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     flops: int = 0
@@ -27,7 +27,7 @@ class Cost:
         return self.matrices + self.vectors
 
     def add(self, other: "Cost") -> None:
-        """What another micro-batch sends and computes."""
+        """Add what another micro-batch sends and computes."""
         for key, (calls, sent) in other.traffic.items():
             self.traffic[key][0] += calls
             self.traffic[key][1] += sent
@@ -40,7 +40,7 @@ class Cost:
         return dict(total)
 
     def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """(calls, bytes) per axis and kind, as `Ledger.counts` gives them."""
+        """(calls, bytes) per axis and kind, in the form of `Ledger.counts`."""
         table: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
         for (axis, kind), (calls, sent) in sorted(self.traffic.items()):
             table[axis][kind] = (calls, sent)
@@ -55,7 +55,7 @@ class Counter:
         self._counted = 0  # bytes of parameters in buckets before
 
     def part(self, n: int, axis: str | None) -> int:
-        """How much of n this rank has once the axis has cut it."""
+        """This rank's share of n, split over the axis."""
         if axis is None:
             return n
         start, stop = shard_range(n, self.axes[axis], self.at[axis])
@@ -73,6 +73,7 @@ class Counter:
         self.send("all_reduce", axis, whole, size, times=2)
 
     def bucket(self, size: int) -> None:
-        """Parameters added since the last bucket make one: their gradients are summed over replicas together."""
+        """End a bucket of the parameters added since the last one: their gradients are summed over replicas
+        together."""
         self.reduce("replicas", (self.cost.parameters - self._counted) // size, size)
         self._counted = self.cost.parameters

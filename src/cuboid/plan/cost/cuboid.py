@@ -1,4 +1,4 @@
-"""What a step costs a rank of a cuboid: ARCHITECTURE.md's table, summed over a model."""
+"""The cost of a step on a rank of a cuboid: ARCHITECTURE.md's table, summed over a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import gcd, lcm
@@ -44,7 +44,7 @@ def step_cost(
 
 
 class _Weight(NamedTuple):
-    """A parameter [n, k] with the axes that cut n (before x does) and k; None cuts nothing."""
+    """A parameter [n, k] with the axes that split n (before x) and k; None: not split."""
 
     n: int
     k: int
@@ -54,7 +54,7 @@ class _Weight(NamedTuple):
 
 
 class _CuboidStep(Counter):
-    """The sizes a rank holds, and one method a formula; each adds to `cost`."""
+    """The sizes on a rank, and a method per formula; each adds to `cost`."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class _CuboidStep(Counter):
         self.summed_over_y = 0  # elements of norm gradients
         self.summed_over_all = 0  # of those of heads' norms
         self.in_bucket = 0  # elements of a bucket's gradients
-        self.forwards, self.saving = 1, True  # how often forward runs, and whether it saves, where we are
+        self.forwards, self.saving = 1, True  # the number of forwards of the current part, and whether it saves
         self.backward = True  # whether backward comes here
-        self.of_block = trained.block(0)  # what is trained of the block where we are
+        self.of_block = trained.block(0)  # what is trained of the current block
 
         split = Split.of(config.layers, cuboid.pipe, schedule)
-        self.whole = cuboid.pipe == 1  # no pipeline: a tied table is one
+        self.whole = cuboid.pipe == 1  # no pipeline: a tied embedding is held once
         for stage in split.stages(coordinates["pipe"]):
             if stage == 0:
                 self.embedding()
@@ -131,7 +131,7 @@ class _CuboidStep(Counter):
             self.scatter(axis, whole, p=p)
 
     def message(self) -> None:
-        """The residual stream to the next stage and its gradient from there, or the other way round."""
+        """The residual stream to the next stage and its gradient back, or the reverse."""
         self.to_neighbour(self.m // self.y * self.d * self.e)
 
     def to_neighbour(self, size: int) -> None:
@@ -156,7 +156,7 @@ class _CuboidStep(Counter):
     # Weights: AG_m in forward and again for backward, RS_m of the gradient
 
     def weights(self, weights: Sequence[_Weight], again: bool, gathers: int = 1) -> None:
-        """Of one bucket."""
+        """The collectives of one bucket."""
         in_flight = reduced = 0
         for n, k, n_axis, k_axis, trained in weights:
             rows, columns = self.part(n, n_axis), self.part(k, k_axis)
@@ -174,18 +174,18 @@ class _CuboidStep(Counter):
         self.scatter("x", reduced * self.x)
 
     def sum_replicas(self) -> None:
-        """The gradients of a bucket, over replicas together."""
+        """The sum of a bucket's gradients over replicas."""
         if self.last:
             self.reduce("replicas", self.in_bucket, self.stored)
         self.in_bucket = 0
 
     def norm_weights(self, trained: Sequence[bool]) -> list[_Weight]:
-        """Of weights and biases. Their gradients are summed over y at the end."""
+        """Weights and biases of norms. Their gradients are summed over y at the end."""
         self.summed_over_y += sum(trained) * self.part(self.d, "x")
         return [_Weight(self.c.hidden, 1, "z", None, each) for each in trained]
 
     def head_norms(self) -> None:
-        """Of queries and keys: whole on every rank, and their gradients summed over all."""
+        """Weights of QK-norm: unsharded on every rank; their gradients are summed over all axes."""
         if self.c.qk_norm:
             trained = sum(f"attention.norm_{each}.weight" in self.of_block for each in "qk")
             self.cost.vectors += 2 * self.c.head_dim * self.stored
@@ -240,7 +240,7 @@ class _CuboidStep(Counter):
             self.save(self.m * k * self.e // (1 if retain else self.axes[n_axis]))
 
     def trains(self, linear: str) -> bool:
-        """Whether the weight of a linear of the block where we are has a gradient."""
+        """Whether the weight of a linear of the current block has a gradient."""
         return f"{linear}.weight" in self.of_block
 
     def block(self, kept: bool) -> None:
@@ -323,13 +323,13 @@ class _CuboidStep(Counter):
         self.save(saved * self.e + m * heads * self.wide)  # and the rows' log-sum-exps
 
     def save_unnormed(self, few: bool, keys: int) -> None:
-        """What the norms of queries and keys saw. The values lie in the same buffer where they are as many as the
-        keys; where x cuts the sequence nobody else saves them."""
+        """Inputs of QK-norm. The values share the keys' buffer if they are as large; if x splits the sequence, nothing
+        else saves them."""
         c = self.c
         self.save((self.m * c.q_dim // (self.y * self.z) + keys * (1 + (self.context > 1 and not few))) * self.e)
 
     def picked(self, heads: int) -> int:
-        """How many heads of keys `heads` queries need, or one each where the need is uneven."""
+        """The number of key heads that `heads` queries need; one each if the need is uneven."""
         first = (self.at["y"] * self.z + self.at["z"]) * heads
         need = [h * self.c.kv_heads // self.c.heads for h in range(first, first + heads)]
         each = sorted(set(need))

@@ -1,4 +1,4 @@
-"""What a step costs a rank of `bench/native.py`: torch's FSDP × tensor parallelism, or its DDP."""
+"""The cost of a step on a rank of `bench/native.py`: torch's FSDP × tensor parallelism, or its DDP."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def native_cost(
 
 
 def check_model(config: ModelConfig, tp: int) -> None:
-    """Raise if tensor parallelism over `tp` ranks cannot cut this model."""
+    """Raise ValueError if tensor parallelism over `tp` ranks cannot split this model."""
     config.check_plain("PyTorch's FSDP × TP")
     for name in ("heads", "kv_heads", "ffn"):
         n = getattr(config, name)
@@ -68,7 +68,7 @@ _Parameter = tuple[int, int]
 
 
 class _NativeStep(Counter):
-    """The sizes a rank holds, and one method a formula; each adds to `cost`."""
+    """The sizes on a rank, and a method per formula; each adds to `cost`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _NativeStep(Counter):
         self.send(self.scattering, axis, whole, self.e)
 
     def pair(self, whole: int) -> None:
-        """A gather of activations over tp and the scatter of their gradient, or the other way about; without sequence
+        """A gather of activations over tp and the scatter of their gradient, or the reverse; without sequence
         parallelism one all-reduce, of the activations or of their gradient."""
         if not self.sp:
             self.reduce("tp", whole, self.e)
@@ -115,7 +115,7 @@ class _NativeStep(Counter):
         self.scatter("tp", whole)
 
     def group(self, parameters: Sequence[_Parameter], gathers: int = 1) -> None:
-        """Parameters that FSDP moves together; each is cut by rows, and padded for the journey."""
+        """Parameters that FSDP gathers together; each is split by rows, and padded."""
         moved, fsdp = 0, self.axes["fsdp"]
         for rows, columns in parameters:
             held = (rows if self.ddp else self.part(rows, "fsdp")) * columns * self.e

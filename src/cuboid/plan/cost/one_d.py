@@ -1,4 +1,4 @@
-"""What a step of the 1-D parallel costs a rank: the tables of baselines/one_d.py, summed over a model."""
+"""The cost of a step of 1-D parallelism on a rank: the tables of baselines/one_d.py, summed over a model."""
 
 from collections.abc import Mapping
 
@@ -38,7 +38,7 @@ def one_d_cost(
 
 
 class _OneDStep(Counter):
-    """The sizes a rank holds, and one method a formula; each adds to `cost`."""
+    """The sizes on a rank, and a method per formula; each adds to `cost`."""
 
     def __init__(
         self,
@@ -127,6 +127,6 @@ class _OneDStep(Counter):
         self.cost.flops += 3 * 2 * self.m * d * vocab
 
     def sums(self) -> None:
-        """Of gradients, at the end of the step."""
+        """Sums of gradients, at the end of the step."""
         if self.sequence:
             self.reduce("y", self.replicated, self.stored)

@@ -1,5 +1,5 @@
-"""What a step of the 2-D or 2.5-D parallel costs a rank: the tables of summa.py and baselines/two_d.py, summed over a
-model."""
+"""The cost of a step of 2-D or 2.5-D parallelism on a rank: the tables of summa.py and baselines/two_d.py, summed over
+a model."""
 
 from collections.abc import Mapping, Sequence
 
@@ -35,7 +35,7 @@ def two_d_cost(
 
 
 class _TwoDStep(Counter):
-    """The sizes a rank holds, and one method a formula; each adds to `cost`."""
+    """The sizes on a rank, and a method per formula; each adds to `cost`."""
 
     def __init__(
         self,
@@ -144,6 +144,6 @@ class _TwoDStep(Counter):
         self.save(m * d * self.e + self.part(c.vocab, "y") * d * self.stored + self.wide)  # dX, dT and the count
 
     def sums(self) -> None:
-        """Of the gradients, over the axes on which each rank has seen its own tokens."""
+        """Sums of gradients, over the axes on which each rank has seen its own tokens."""
         self.reduce("y", self.cost.vectors // self.stored, self.stored)
         self.reduce("x", self.cost.parameters // self.stored, self.stored)
