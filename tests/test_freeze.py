@@ -101,4 +101,4 @@ def test_train_freeze_is_shown(cuboid: Cuboid, text: Path) -> None:
     changes = settings(text, *on("1,1,1"), "schedule.steps=1", "schedule.warmup=0", "model.freeze=embed")
     found = cuboid("train", *sets(changes))
     assert found.code == 0, found.err
-    assert 'frozen  8,192 of these, in 1 tensor, by "embed"' in found.out
+    assert 'frozen  8,192 parameters in 1 tensor, by "embed"' in found.out

@@ -176,7 +176,7 @@ def test_core_checks_notice_injected_bug(mutant: Mutant, pytestconfig: pytest.Co
 # How parameters lie
 
 SPEC_MUTANTS: dict[str, tuple[str, Any]] = {
-    "weights cut by x, then y, but gathered as if by y, then x": ("into.weight", ((("x", "y"), ("z",)), ())),
+    "weights split by x, then y, but gathered as if by y, then x": ("into.weight", ((("x", "y"), ("z",)), ())),
     "the same in the embedding": ("table", ((("x", "y"), ("z",)), ())),
     "every y-rank keeps the norm's gradient of its own tokens": ("norm", ((("z", "x"),), ())),
     "every z-rank keeps the gradient of its own heads": ("head_norm", (((),), ("x", "y"))),

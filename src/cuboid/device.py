@@ -1,4 +1,4 @@
-"""The device a rank computes on: the one file that asks what kind there is. (Emulated ones: emulate/device.py.)"""
+"""The device of a rank. Only this file asks what kind it is. (Emulated devices: emulate/device.py.)"""
 
 import os
 import resource
@@ -18,7 +18,7 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def gpu_count() -> int:
-    """Asked without CUDA: a process that has used it forks ranks that cannot."""
+    """The number of GPUs, found without CUDA: a process that has used CUDA forks ranks that cannot."""
     return torch.cuda.device_count()
 
 
@@ -31,14 +31,14 @@ def gpu_names() -> list[str]:
 
 
 def gpu_software() -> dict[str, str]:
-    """Versions of what GPUs are used through, where there are any."""
+    """Versions of the software for GPUs, if there are any."""
     if not any_gpu():
         return {}
     return {"CUDA": torch.version.cuda or "none", "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
 def has_gpu_driver() -> bool:
-    """Whether the host has one, whatever PyTorch was built for."""
+    """Whether the host has a GPU driver, whatever PyTorch was built for."""
     return Path("/proc/driver/nvidia/version").exists()
 
 
@@ -62,7 +62,7 @@ def _properties() -> list[tuple[str, int]]:
 
 
 def _in_child(ask: Callable[[], Any]) -> Any:
-    """The answer of a process that may use CUDA, as this one, which may fork ranks, must not."""
+    """Returns `ask()` from a child process, which may use CUDA; this process, which may fork ranks, must not."""
     with get_context("fork").Pool(1) as child:
         return child.apply(ask)
 
@@ -78,14 +78,14 @@ def take(local: int, ranks: int) -> torch.device:
 
 
 def of_world() -> torch.device:
-    """What the ranks of the process group compute on: the current GPU if NCCL connects them."""
+    """The device of the process group's ranks: the current GPU if NCCL connects them."""
     if not any_gpu() or dist.group.WORLD is None:
         return torch.device("cpu")
     return current("cuda") if backend_of(dist.group.WORLD, torch.device("cuda")) == "nccl" else torch.device("cpu")
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """By which a group sends what lies on the device; "" if by none."""
+    """The backend by which a group sends tensors of the device; "" if it has none."""
     name = str(dist.get_backend(group))
     if name != "undefined" and ":" not in name:
         return name
@@ -104,21 +104,21 @@ def backend_for(device: torch.device) -> str:
 
 
 def group_options(device: torch.device) -> Any:
-    """Of process groups: NCCL's kernels go before those that compute, which would else hold up what others wait for."""
+    """Options of process groups: NCCL's kernels have priority over compute, so that other ranks do not wait longer."""
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if is_gpu(device) else None
 
 
 def prepare_deterministic() -> None:
-    """The environment of ranks that are to `be_deterministic`, before they start: cuBLAS has workspaces set aside, and
-    NCCL does not have switches add, in an order of their own. Its names of algorithms are matched as a whole."""
+    """Set the environment of ranks that will `be_deterministic`, before they start: cuBLAS gets its own workspaces, and
+    NCCL does not let switches add, whose order varies. NCCL matches full names of algorithms."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree,CollNetDirect,CollNetChain")
 
 
 def be_deterministic(device: torch.device) -> None:
-    """From here on this process computes the same bits from the same values. A CPU always does, a GPU more slowly: rows
-    of a table's gradient are sorted before they are added, attention's backward adds in one order, and products do not
-    add in low precision. What cannot be had so raises."""
+    """Make this process compute the same bits from the same values. A CPU always does; a GPU gets slower: rows of an
+    embedding's gradient are sorted before they are added, attention's backward adds in one order, and matmuls do not
+    add in low precision. Operations without a deterministic version raise."""
     if not is_gpu(device):
         return
     torch.use_deterministic_algorithms(True)
@@ -130,26 +130,26 @@ def be_deterministic(device: torch.device) -> None:
 
 
 def synchronize() -> None:
-    """Wait until what was launched is done. A CPU does it as it is called."""
+    """Wait until all launched work is done. On a CPU it always is."""
     if any_gpu():
         torch.cuda.synchronize()
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's on the device, and the host does not wait: a GPU fetches it from page-locked memory, which
-    PyTorch does not use again before that."""
+    """Copy a host tensor to the device without waiting: a GPU reads it from page-locked memory, which PyTorch does not
+    reuse before that."""
     return page_locked(x).copy_(x).to(device, non_blocking=True) if is_gpu(device) else x.to(device)
 
 
 def page_locked(like: Tensor) -> Tensor:
-    """Host memory that a GPU reads and writes by itself."""
+    """Page-locked host memory, which a GPU reads and writes directly."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 class HostCopies:
-    """A device's tensors in its host's memory, each copied once. A GPU makes the copies in a stream of its own while it
-    computes on, into page-locked memory that is used again each time. On a CPU that is not to compute on meanwhile,
-    not in the `background`, there are none."""
+    """Copies of a device's tensors in host memory. A GPU copies in a separate stream while it computes, into
+    page-locked memory that is reused each time. On a CPU there are copies only in the `background`, when computation
+    continues."""
 
     def __init__(self, device: torch.device, background: bool = True) -> None:
         self._stream, self._background = torch.cuda.Stream(device) if is_gpu(device) else None, background
@@ -157,7 +157,7 @@ class HostCopies:
         self._event: Any = None
 
     def launch(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of what they are now. Nobody may read the copies before `land`, nor change the tensors before `hold`."""
+        """Copy the current values. Copies may be read after `land`, the tensors changed after `hold`."""
         if self._stream is None:
             return {name: x.to("cpu", copy=self._background) for name, x in tensors.items()}
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -170,33 +170,33 @@ class HostCopies:
         return {name: self._buffers[name] for name in tensors}
 
     def hold(self) -> None:
-        """What the device does from here on comes after the copies."""
+        """Make later work of the device wait for the copies."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
     def land(self) -> None:
-        """The host waits for them."""
+        """Make the host wait for the copies."""
         if self._event is not None:
             self._event.synchronize()
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most this rank has held: allocated on its GPU, resident on a CPU."""
+    """Peak memory of this rank: allocated on its GPU, resident on a CPU."""
     if is_gpu(device):
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def usable_memory(device: torch.device, sharers: int) -> float:
-    """Bytes a rank may use: most of its GPU's, or its part of the machine's, which all `sharers` have together."""
+    """Bytes that a rank may use: most of its GPU's, or its share of the machine's among `sharers`."""
     if is_gpu(device):
         return 0.95 * torch.cuda.mem_get_info(device)[1]
     return 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharers
 
 
 def free_memory(device: torch.device | None = None) -> float:
-    """Bytes that are free: of a GPU, or of this host for processes to come, swap included, within the limits of the
-    control groups that this process is in."""
+    """Free bytes of a GPU, or of this host for new processes, with swap, within the limits of this process's control
+    groups."""
     if device is not None and is_gpu(device):
         return float(torch.cuda.mem_get_info(device)[0])
     try:
@@ -209,7 +209,7 @@ def free_memory(device: torch.device | None = None) -> float:
 
 
 def _left_by_groups(mine: Path, root: Path) -> Iterator[int]:
-    """Of each control group with a limit, version 1 or 2: what it leaves, given that cached files make room."""
+    """Free bytes under each control group with a limit, version 1 or 2; cached files count as free."""
     try:
         groups = [line.split(":", 2) for line in mine.read_text().splitlines()]
     except OSError:
@@ -235,8 +235,8 @@ def _left_by_groups(mine: Path, root: Path) -> Iterator[int]:
 
 
 class DeviceClock:
-    """Moments of what a rank does, in seconds of `time.perf_counter`: on a CPU when it is called, on a GPU when its
-    stream comes to it, which may be much later. Made where the device has nothing left to do."""
+    """Marks times of a rank's work, in seconds of `time.perf_counter`: on a CPU at once, on a GPU when its stream
+    reaches the mark, which may be much later. Create it when the device is idle."""
 
     def __init__(self, device: torch.device) -> None:
         self._zero = self._event() if is_gpu(device) else None
@@ -245,7 +245,7 @@ class DeviceClock:
         self._began = perf_counter()
 
     def mark(self) -> Any:
-        """Now, to be read later."""
+        """Mark this time, to be read later."""
         return perf_counter() if self._zero is None else self._event()
 
     def read(self, moment: Any) -> float:
@@ -261,8 +261,8 @@ class DeviceClock:
 
 
 class Stamps:
-    """Of a collective on a GPU, which only tells its stream to wait: when it was launched, awaited and there, as events
-    that are read later. It stands for `weight` collectives; for 0 it is not timed."""
+    """Times of a collective on a GPU, whose wait does not block the host: when it was launched, awaited and complete,
+    as events that are read later. It stands for `weight` collectives; for 0 it is not timed."""
 
     def __init__(self, weight: int = 1) -> None:
         self.weight = weight
@@ -271,7 +271,7 @@ class Stamps:
 
     @property
     def launched(self) -> Any:
-        """For a `DeviceClock`."""
+        """The event of the launch, for a `DeviceClock`."""
         return self._events[0]
 
     def awaited(self) -> None:
@@ -285,7 +285,7 @@ class Stamps:
             self._events[which].record()
 
     def seconds(self) -> tuple[float, float]:
-        """From launch until it was awaited, and until it was there."""
+        """Seconds from the launch until it was awaited, and until it was complete."""
         launched, awaited, there = self._events
         there.synchronize()
         return launched.elapsed_time(awaited) / 1e3, launched.elapsed_time(there) / 1e3

@@ -1,4 +1,4 @@
-"""Number formats by name: ours, and what others call them."""
+"""Number formats by name: ours, and those of other projects."""
 
 from collections.abc import Iterable
 
@@ -22,7 +22,7 @@ SPELLINGS = {
 
 
 def known(name: str, choices: Iterable[str]) -> str:
-    """A format that a person has named, as we call it; raise if it is none of `choices`."""
+    """Our name of a format. Raises ValueError if it is none of `choices`."""
     choices, found = list(choices), SPELLINGS.get(name.lower().removeprefix("torch."), name.lower())
     if found not in choices:
         raise ValueError(f"--dtype {name} is not one of {', '.join(choices)}")

@@ -1,4 +1,4 @@
-"""Elementwise work as it is written, or each function of it compiled into one kernel.
+"""Elementwise functions, run as they are written or each compiled into one kernel.
 
 What is fused is a function of tensors that writes none but, as a whole, its first: collectives stay outside, and what a
 compiler fails at runs as it is written.
@@ -46,5 +46,5 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fuse_on(device: torch.device) -> Fuse:
-    """On a GPU a kernel for each operation would take longer to launch, and read memory again each time."""
+    """Compiles on a GPU, where a kernel per operation would add launches and memory traffic."""
     return compiled if is_gpu(device) else plain

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package, from its modules and the names that each has, apart by spaces."""
+    """The `__getattr__` of a package, from its modules and their names, separated by spaces."""
     home_of = {name: f"{package}.{module}" for module, names in homes.items() for name in names.split()}
 
     def find(name: str) -> Any:

@@ -23,7 +23,7 @@ FIRST, SECOND = Cuboid(2, 2, 2), Cuboid(1, 4, 2)
 
 @dataclass(frozen=True)
 class DemoSize:
-    """How much the demo does. The defaults take a few minutes on two cores."""
+    """The size of the demo. The defaults take a few minutes on two cores."""
 
     steps: int = 180
     layers: int = 2
@@ -38,7 +38,7 @@ class DemoSize:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything the demo has found; demo.json holds it too."""
+    """The results of the demo; demo.json has them too."""
 
     facts: TextFacts
     alone: Stretch

@@ -1,4 +1,4 @@
-"""What the demo learns from: the running Python's own library, as tokens of a byte-pair tokenizer learnt from it."""
+"""The demo's text: the running Python's library, as tokens of a byte-pair tokenizer trained on it."""
 
 import io
 import tokenize
@@ -13,7 +13,7 @@ from cuboid.run.launch import World
 
 @dataclass(frozen=True)
 class TextFacts:
-    """What was prepared, and how well a simple model does on it."""
+    """The prepared text, and the loss of a simple model on it."""
 
     files: int  # to train on
     held_out_files: int
@@ -47,7 +47,8 @@ def _text(document: Document) -> str:
 
 
 def valid_lines(samples: Sequence[str]) -> tuple[int, int]:
-    """How many complete lines of the samples Python's `tokenize` accepts, each by itself, and of how many."""
+    """Returns how many complete lines of the samples Python's `tokenize` accepts, one by one, and how many there
+    are."""
     lines = [line.strip() for text in samples for line in text.split("\n")[:-1] if line.strip()]
     return sum(map(_is_valid, lines)), len(lines)
 
