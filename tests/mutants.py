@@ -83,7 +83,7 @@ MUTANTS = [
         "again.flights, dY_mn, w",
         "again.flights, dY_mn[::-1], w",
     ),
-    Mutant("frozen linears take others' columns", PRODUCT, "_trained", "zip(group, parts", "zip(group, parts[::-1]"),
+    Mutant("frozen linears take others' columns", PRODUCT, "Out.trained", "zip(group, self", "zip(group[::-1], self"),
     Mutant("retained X gathered again", PRODUCT, "Product.__call__", "trained and not self.retain", "trained"),
     Mutant("chunks that do not divide", PRODUCT, "chunk_count", "lcm(y, z)", "max(y, z)"),
     # weights

@@ -54,21 +54,22 @@ class HeadLoss:
             dW = dW if found else dW.zero_()
         dX = self._rows(X, w, at, sums, dW)
         del flight, X, dW, w
-        if dX is None:
-            return sums, Back(_ends) if at.train else None
-        flight = COLLECTIVES[TRANSPOSE[self.kind]](dX, mesh.y)
+        if dX is not None:
+            flight = COLLECTIVES[TRANSPOSE[self.kind]](dX, mesh.y)
+            del dX
+            yield Pause(sent, axis=mesh.y.name)
+            dX = flight.wait()
+            del flight
+        saved = [dX]
         del dX
-        yield Pause(sent, axis=mesh.y.name)
-        dX_s = [flight.wait()]
-        del flight
 
         def run(scale: Tensor, w: Gathered, before: Ahead) -> Steps:
             before()
-            dX = dX_s.pop()
-            return (dX * scale).to(dX.dtype)
+            dX = saved.pop()
+            return None if dX is None else (dX * scale).to(dX.dtype)
             yield
 
-        return sums, Back(run)
+        return sums, Back(run) if at.train else None
 
     def _rows(self, X: Tensor, w: Gathered, at: Any, sums: Tensor, dW: Tensor | None) -> Tensor | None:
         """dX [s, b, d/z], if it is needed; losses and dW are added to `sums` and `dW`."""
@@ -93,12 +94,6 @@ class HeadLoss:
                 if dW is not None:
                     mm(dlogits.T, X_m if w.shrunk == 1 else X_m * w.shrunk, dW, add=True)  # (3)
         return dX
-
-
-def _ends(scale: Tensor, w: Gathered, before: Ahead) -> Steps:
-    """Backward, where nothing before the head is trained."""
-    return None
-    yield
 
 
 def shrinkage(dtype: torch.dtype, rows: int) -> float:

@@ -36,6 +36,7 @@ from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, reduce_scatter
 from cuboid.comm.flight import Flight, Pause, Steps, landed
 from cuboid.device import is_gpu
+from cuboid.mesh import layout
 from cuboid.step.op import Ahead, Back, nothing
 from cuboid.step.weights import Gathered, joined
 
@@ -71,8 +72,9 @@ class Side:
         return reduce_scatter(X_m.flatten(0, 1), self.axis)
 
     def land(self, chunks: Sequence[Flight], b: int) -> Tensor:
-        """What was scattered -> [s, b, k]"""
-        return join([unstack(chunk.wait(), b) for chunk in chunks], self.parts)
+        """What was scattered, [(s b) k] -> [s, b, k]."""
+        Ys = (chunk.wait() for chunk in chunks)
+        return join([Y.view(Y.shape[0] // b, b, Y.shape[1]) for Y in Ys], self.parts)
 
 
 class Out(Side):
@@ -82,6 +84,8 @@ class Out(Side):
     def __init__(self, k: Axis, n: Axis, heads: bool, linears: dict[int, Affine]) -> None:
         super().__init__(k, n, heads)
         self.places, self.linears, self._block = list(linears), list(linears.values()), k.index if heads else 0
+        rows = [layout.cut(linear.shape[0], n.size, n.index) for linear in self.linears]
+        self.widths = [(stop - start) // self.blocks for start, stop in rows]  # of each linear's columns in a block
         self._biases = [linear.bias for linear in self.linears if linear.bias is not None]
         # those multiplied as one matrix: all, unless each block has some rows of every weight
         self.groups = [self.linears] if self.blocks == 1 else [[linear] for linear in self.linears]
@@ -89,19 +93,25 @@ class Out(Side):
 
     def multiply(self, X_mk: Tensor, w: Gathered) -> Flight:
         """(1), and its scatter launched."""
-        widths = self.widths(w)
-        Y_mn = X_mk.new_empty(self.blocks, X_mk.shape[1], sum(widths))
-        for group, Y in zip(self.groups, self.columns(Y_mn, widths), strict=True):
+        Y_mn = X_mk.new_empty(self.blocks, X_mk.shape[1], sum(self.widths))
+        for group, Y in zip(self.groups, self.columns(Y_mn), strict=True):
             multiply(X_mk, weight_of(group, w), Y)
         return self.scatter(Y_mn)
 
-    def widths(self, w: Gathered) -> list[int]:
-        """Of each linear's columns in a block."""
-        return [w.shape(linear.weight)[0] // self.blocks for linear in self.linears]
-
-    def columns(self, Y: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+    def columns(self, Y: Tensor) -> Sequence[Tensor]:
         """The part of Y [blocks, m, n] that belongs to each group."""
-        return [Y] if len(self.groups) == 1 else Y.split_with_sizes(widths, -1)
+        return [Y] if len(self.groups) == 1 else self.by_linear(Y)
+
+    def by_linear(self, Y: Tensor) -> Sequence[Tensor]:
+        """The part of Y [..., n] that belongs to each linear."""
+        return [Y] if len(self.linears) == 1 else Y.split_with_sizes(self.widths, -1)
+
+    def trained(self, group: Sequence[Affine], dY: Tensor) -> Iterable[tuple[Sequence[Affine], Tensor]]:
+        """Linears of a group whose gradients are made together, and their part of dY: one by one where some parameters
+        are frozen."""
+        if len(group) == 1 or all(p is None or p.requires_grad for weight, bias, _ in group for p in (weight, bias)):
+            return [(group, dY)]
+        return [([linear], part) for linear, part in zip(group, self.by_linear(dY), strict=True)]
 
     def bias(self, w: Gathered) -> Tensor | None:
         """Of this rank's columns: of all of them split by tokens, of the k-th block split by heads."""
@@ -110,11 +120,10 @@ class Out(Side):
 
 
 class Again:
-    """AG_n(X) for backward: gathered again, or only handed out, when somebody first asks for it."""
+    """AG_n(X) for backward: gathered again when somebody first asks for it, or what was kept of it."""
 
-    def __init__(self, gather: Callable[[], list[Flight]], sent: float, axis: str) -> None:
-        self._gather: Callable[[], list[Flight]] | None = gather
-        self._sent, self._axis = sent, axis
+    def __init__(self, gather: Callable[[], list[Flight]] | None, sent: float, axis: str) -> None:
+        self._gather, self._sent, self._axis = gather, sent, axis
         self.flights: list[Flight] = []
 
     def launch(self) -> tuple[float, str]:
@@ -144,7 +153,7 @@ class Product:
         self.X, which = Side(self.n, self.k, self.heads), self.by_heads or [False] * len(self.linears)
         some = {heads: {i: each for i, each in enumerate(self.linears) if which[i] == heads} for heads in (True, False)}
         self.outs = [Out(self.k, self.n, heads, linears) for heads, linears in some.items() if linears]
-        self.groups = [group for out in self.outs for group in out.groups]
+        self.groups = [(out, group) for out in self.outs for group in out.groups]
 
     def pauses(self, m: int, itemsize: int) -> tuple[float, float, float]:
         """Bytes of X and of Y that a rank receives, and FLOPs: by global shapes, the same on all ranks."""
@@ -166,32 +175,28 @@ class Product:
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
         s, b = X_s.shape[0] * (1 if self.heads else self.n.size), X_s.shape[1]
         chunks = chunk_count(s, self.k.size, self.n.size, self.chunks)
-        X_bytes, Y_bytes, flops = self.pauses(s * b, X_s.element_size())
-        Xs, gather = self.X.gather(X_s, chunks), partial(self.X.gather, X_s, chunks)
-        del X_s
+        X_bytes, Y_bytes, flops = sizes = self.pauses(s * b, X_s.element_size())
+        trained = at.train and self.trained_share > 0
+        Xs, Ys = self.X.gather(X_s, chunks), list[list[Flight]]()
+        gather = partial(self.X.gather, X_s, chunks) if trained and not self.retain else None
+        again = Again(gather, X_bytes, self.n.name)
+        del X_s, gather
         yield Pause(X_bytes, flops, self.n.name)
-        kept, Ys, trained = list[Flight](), list[list[Flight]](), at.train and self.trained_share > 0
         while Xs:
             X = Xs.pop(0).wait()
             Ys.append([out.multiply(self.X.stack(X), w) for out in self.outs])  # (1)
             if self.retain and trained:
-                kept.append(landed(X))
+                again.flights.append(landed(X))
             del X
-        rest = [(out, out.bias(w), out.widths(w)) for out in self.outs]
-        back = None
-        if at.train:
-            kept_or_sent = (gather, X_bytes) if trained and not self.retain else (partial(list, kept), 0.0)
-            again = Again(*kept_or_sent, self.n.name)
-            del kept_or_sent
-            back = Back(partial(self.run, again, (X_bytes, Y_bytes, flops), b, chunks), again.launch)
-            del again
-        del gather, kept, w
+        biases = [out.bias(w) for out in self.outs]
+        back = Back(partial(self.run, again, sizes, b, chunks), again.launch) if at.train else None
+        del again, w
         yield Pause(Y_bytes, axis=self.k.name)
         found: list[Any] = [None] * len(self.linears)
-        for (out, bias, widths), flights in zip(rest, zip(*Ys, strict=True), strict=True):
+        for out, bias, flights in zip(self.outs, biases, zip(*Ys, strict=True), strict=True):
             Y_s = out.land(flights, b)
             Y_s = Y_s if bias is None else Y_s.add_(bias)
-            for place, Y in zip(out.places, [Y_s] if len(widths) == 1 else Y_s.split(widths, -1), strict=True):
+            for place, Y in zip(out.places, out.by_linear(Y_s), strict=True):
                 found[place] = Y
         return tuple(found) if len(found) > 1 else found[0], back
 
@@ -203,12 +208,12 @@ class Product:
         del dYs
         made = flops * self.trained_share
         yield Pause(Y_bytes, flops if w.late else flops + made, self.k.name, again.launch())
-        Ws = [weight_of(group, w) for group in self.groups]
+        Ws = [weight_of(group, w) for _, group in self.groups]
         dX_flights, dY_mn = list[Flight](), list[list[Tensor]]()
         while flights[0]:
             dY = list[Tensor]()
             for out, chunk in zip(self.outs, flights, strict=True):
-                dY += out.columns(out.stack(chunk.pop(0).wait()), out.widths(w))
+                dY += out.columns(out.stack(chunk.pop(0).wait()))
             dX_mk = dY[0].new_empty(self.X.blocks, dY[0].shape[1], Ws[0].shape[1] // self.X.blocks)
             for i, (dY_n, W) in enumerate(zip(dY, Ws, strict=True)):
                 multiply_transposed(dY_n, W, dX_mk, add=i > 0)
@@ -225,8 +230,8 @@ class Product:
     def weight_gradients(self, Xs: list[Flight], dYs: list[list[Tensor]], w: Gathered) -> None:
         while dYs:
             X_mk = self.X.stack(Xs.pop(0).wait()) if Xs else None  # needed by no frozen weight
-            for dY_n, group in zip(dYs.pop(0), self.groups, strict=True):
-                for linears, dY in _trained(group, dY_n, w):
+            for dY_n, (out, group) in zip(dYs.pop(0), self.groups, strict=True):
+                for linears, dY in out.trained(group, dY_n):
                     weights = [linear.weight for linear in linears if linear.weight.requires_grad]
                     biases = [each.bias for each in linears if each.bias is not None and each.bias.requires_grad]
                     if weights and X_mk is not None:
@@ -242,14 +247,6 @@ def weight_of(group: Sequence[Affine], w: Gathered) -> Tensor:
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors), -1) if len(tensors) > 1 else tensors[0]
-
-
-def _trained(group: Sequence[Affine], dY: Tensor, w: Gathered) -> Iterable[tuple[Sequence[Affine], Tensor]]:
-    """Linears whose gradients are made together, and their part of dY: one by one where some parameters are frozen."""
-    if all(p is None or p.requires_grad for weight, bias, _ in group for p in (weight, bias)):
-        return [(group, dY)]
-    parts = dY.split([w.shape(linear.weight)[0] // dY.shape[0] for linear in group], -1)
-    return [([linear], part) for linear, part in zip(group, parts, strict=True)]
 
 
 def add_up(dY: Tensor, db: Tensor, add: bool) -> None:
@@ -282,12 +279,6 @@ def join(chunks: Sequence[Tensor], parts: int) -> Tensor:
     if len(chunks) == 1:
         return chunks[0]
     return torch.cat([chunk.unflatten(0, (parts, -1)) for chunk in chunks], 1).flatten(0, 1)
-
-
-def unstack(X: Tensor, b: int) -> Tensor:
-    """[(s b) k] -> [s, b, k]"""
-    m, k = X.shape
-    return X.view(m // b, b, k)
 
 
 def tiles(Y: Tensor, X: Tensor, W: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:

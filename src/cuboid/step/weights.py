@@ -39,6 +39,7 @@ class Bucket:
         self.specs, self.mesh, self.parameters = specs, mesh, list(specs)
         self.dtype = dtype or self.parameters[0].dtype
         self.shapes = {p: s.local_shape(mesh.cuboid, mesh.coordinates, gathered=("x",)) for p, s in specs.items()}
+        self.partial = {axis: [p for p, spec in specs.items() if axis in spec.sums] for axis in ("x", "y", "z")}
         # in flight every rank's part is as long as the longest: ceil(rows/x) rows of each parameter split by x
         split = [p for p, spec in specs.items() if "x" in spec.split_axes]
         split.sort(key=lambda p: -p.dim())  # weights of one linear are neighbours
@@ -203,16 +204,12 @@ class Gathered:
             "module in the stage"
         )
 
-    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Of the unsharded weight, released or not."""
-        return self._bucket(parameter).shapes[parameter]
-
     def gradient(self, parameters: Sequence[nn.Parameter], wide: bool = False, extra: int = 0) -> tuple[Tensor, bool]:
         """Where the gradients of unsharded weights are added up, the rows of one after those of another, with `extra`
         rows after each, and whether there is anything yet to add to. `wide`: in fp32 or better."""
         if parameters[0] in self._sums:
             return joined([self._sums[p] for p in parameters]), True
-        shapes, dtype = [self.shape(p) for p in parameters], self._bucket(parameters[0]).dtype
+        shapes, dtype = [self._bucket(p).shapes[p] for p in parameters], self._bucket(parameters[0]).dtype
         rows = [shape[0] + extra for shape in shapes]
         if wide or self._uses > 1:
             dtype = torch.promote_types(dtype, torch.float32)
@@ -250,9 +247,9 @@ class Gathered:
         """Launch the sums over x of all gradients there are."""
         found = []
         for bucket in self.buckets:
-            rows = {p: shape[0] for p, shape in bucket.shapes.items() if p in self._sums}
-            if rows:
-                found.append((bucket, bucket.reduce({p: first(n, self._sums.pop(p)) for p, n in rows.items()})))
+            made = {p: first(shape[0], self._sums.pop(p)) for p, shape in bucket.shapes.items() if p in self._sums}
+            if made:
+                found.append((bucket, bucket.reduce(made)))
         return found
 
 
@@ -306,11 +303,10 @@ class Sums:
         while self._flying:
             self._land()
         gradients = {p: gradient for bucket in self._left for p, gradient in self._replicas.pop(bucket, dict)().items()}
-        specs = {p: spec for bucket in self._left for p, spec in bucket.specs.items()}
         mesh = next(iter(self._left)).mesh
         for axis in (mesh.x, mesh.y, mesh.z):
-            partial = {p: gradient for p, gradient in gradients.items() if axis.name in specs[p].sums}
-            gradients |= sum_over(axis, partial)()
+            partial = [p for bucket in self._left for p in bucket.partial[axis.name] if p in gradients]
+            gradients |= sum_over(axis, {p: gradients[p] for p in partial})()
         return gradients
 
 
