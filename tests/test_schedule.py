@@ -197,7 +197,7 @@ def test_interleave_waits_for_messages_launched_before() -> None:
 def test_clock_paces_a_link_by_the_forward() -> None:
     """A backward does twice its forward's work and sends as much, so that a byte takes three halves as long."""
     clock = Clock()
-    clock.wait(clock.launch(10, "y"))
+    clock.advance(clock.lands(clock.launch(10, "y")))
     clock.compute(20)
     assert clock.lands(clock.launch(0, "y")) == clock.now
     clock.forward = False

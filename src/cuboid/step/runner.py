@@ -112,10 +112,8 @@ class _Shelf:
     def _launch(self, i: int) -> None:
         if i in range(len(self.buckets)) and self._left[i] and i not in self._flying and i not in self._held:
             message = self.clock.launch(sum(each.sent for each in self.needed[i] if each not in self.kept), "x")
-            self._flying[i] = message, [self._gather(bucket) for bucket in self.needed[i]]
-
-    def _gather(self, bucket: Bucket) -> Landing:
-        return partial(dict, self.kept.pop(bucket)) if bucket in self.kept else bucket.gather()
+            kept = self.kept
+            self._flying[i] = message, [partial(dict, kept.pop(b)) if b in kept else b.gather() for b in self.needed[i]]
 
     def take(self, i: int) -> Steps:
         """Gives the weights."""

@@ -189,19 +189,17 @@ class Clock:
         others = sum(min(until, sum(each.values())) for name, each in self._left.items() if name != axis)
         return self.now + self._pace() * (until + others)
 
-    def wait(self, message: "Message") -> None:
-        self._advance(self.lands(message))
-
     def compute(self, work: float) -> None:
         self._work += work if self.forward else 0.0
-        self._advance(self.now + work)
+        self.advance(self.now + work)
 
     def _pace(self) -> float:
         """Of a byte on the link: a backward does twice its forward's work and sends as much. 1 where a forward sends or
         computes nothing."""
         return 1.5 * self._work / self._sent if self._work and self._sent else 1.0
 
-    def _advance(self, moment: float) -> None:
+    def advance(self, moment: float) -> None:
+        """Until then messages are on their way."""
         while self._left and self.now < moment:
             first = {axis: next(iter(each)) for axis, each in self._left.items()}
             each, sent = self._pace() * len(first), min(self._left[axis][i] for axis, i in first.items())
@@ -250,11 +248,11 @@ def interleave(tasks: Sequence[Task], clock: Clock) -> list[Any]:
     while going:
         last = [min((turns.done for at, turns in going.items() if at[0] == t), default=0) for t in range(len(tasks))]
         free = [at for at, turns in going.items() if turns.done < last[at[0]] + MOST_AHEAD]
-        at = min(free, key=lambda at: (clock.lands(going[at].waits), going[at].work, going[at].done, at))
+        landing, *_, at = min((clock.lands(going[at].waits), going[at].work, going[at].done, at) for at in free)
         turns = going[at]
-        while spare and (len(spare) > len(going) or clock.lands(turns.waits) > clock.now):
+        while spare and (len(spare) > len(going) or landing > clock.now):
             clock.compute(spare.popleft()())
-        clock.wait(turns.waits)
+        clock.advance(landing)
         clock.compute(turns.work)
         try:
             pause = next(turns.steps)
