@@ -36,7 +36,7 @@ from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, reduce_scatter
 from cuboid.comm.flight import Flight, Pause, Steps, landed
 from cuboid.device import is_gpu
-from cuboid.mesh import layout
+from cuboid.mesh.layout import shard_range
 from cuboid.step.op import Ahead, Back, nothing
 from cuboid.step.weights import Gathered, joined
 
@@ -84,7 +84,7 @@ class Out(Side):
     def __init__(self, k: Axis, n: Axis, heads: bool, linears: dict[int, Affine]) -> None:
         super().__init__(k, n, heads)
         self.places, self.linears, self._block = list(linears), list(linears.values()), k.index if heads else 0
-        rows = [layout.cut(linear.shape[0], n.size, n.index) for linear in self.linears]
+        rows = [shard_range(linear.shape[0], n.size, n.index) for linear in self.linears]
         self.widths = [(stop - start) // self.blocks for start, stop in rows]  # of each linear's columns in a block
         self._biases = [linear.bias for linear in self.linears if linear.bias is not None]
         # those multiplied as one matrix: all, unless each block has some rows of every weight
