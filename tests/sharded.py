@@ -48,6 +48,7 @@ class Case:
     seed: int = 1
     schedule: Schedule = PREFETCH
     micro_batches: int = 1  # of `batch` samples each
+    freeze: str = ""
 
 
 class Outcome(NamedTuple):
@@ -89,6 +90,9 @@ def compare(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel]
     specs = {name: spec for rank in ranks for name, spec in rank.specs.items()}
     assert specs.keys() == reference.specs.keys()
     for name, spec in specs.items():
+        if name not in reference.gradients:
+            assert not any(name in rank.gradients for rank in ranks), f"{name} is frozen, and has a gradient"
+            continue
         absent = torch.empty((0,) * len(spec.shape), dtype=torch.float64)  # where a rank's stages do not have it
         initial = spec.join([rank.initial.get(name, absent) for rank in ranks], case.cuboid)
         assert torch.equal(initial, reference.initial[name]), f"{name} begins with other values"
@@ -160,6 +164,7 @@ def step(parallel: Parallel, case: Case, run: Callable[[Model, Batches], Tensor]
     """One forward and backward of the case's model and batch."""
     loss = case.loss
     model = Transformer(parallel, case.seed, torch.float64, case.recompute)
+    model.freeze(case.freeze)
     parameters = {name: parameter for name, parameter, _ in declared(model)}
     specs = {name: declaration.spec for name, _, declaration in declared(model)}
     initial = {name: shard_of(parameter).clone() for name, parameter in parameters.items()}

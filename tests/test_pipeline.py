@@ -170,6 +170,19 @@ FEW = [
 ]
 
 
+#: Backward ends in the first, in the last, in the second, with the head frozen in the first, and in the last stage.
+FROZEN = [
+    case_of(
+        GPT2.replace(layers=8), Cuboid(1, 2, 1, pipe=2), scheduled("interleaved"), freeze=r"embed|posi|blocks\.[01]"
+    ),
+    case_of(GPT2.replace(tied=False), Cuboid(1, 1, 2, pipe=2), scheduled("zero-bubble"), freeze="blocks|embed|posi"),
+    case_of(LLAMA.replace(tied=True), Cuboid(1, 2, 1, pipe=3), scheduled("beside", parts=2), freeze=r"embed|blocks\.0"),
+    case_of(LLAMA, Cuboid(2, 1, 1, pipe=2), scheduled("1f1b"), recompute="full", freeze=r"head|^norm|blocks\.4"),
+    case_of(LLAMA, Cuboid(1, 1, 2, pipe=3), scheduled("zero-bubble"), 3, freeze=r"embed|blocks\.[0123]|attention"),
+]
+FEW += FROZEN
+
+
 @pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case.cuboid} {case.schedule.pipeline}")
 def test_pipeline_step_matches_one_device(case: Case, pool: Pools) -> None:
     assert not wrong(pool(case.cuboid.ranks).run(compare, case)[0])
@@ -208,12 +221,13 @@ def traffic(world: World, case: Case, m: int) -> tuple[list[Any], list[Any]]:
     mesh = Mesh(case.cuboid, world.rank)
     parallel = CuboidParallel(case.config, mesh, case.policy, schedule=case.schedule)
     model, place = Transformer(parallel, recompute=case.recompute), parallel.place(case.batch, case.seq)
+    model.freeze(case.freeze)
     ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
     with count_flops() as flops:
         model.play([(ids, At(place, ids, case.loss, case.dropout))] * m)
     options = case.policy, case.recompute, 4, 4, case.schedule
     sizes = case.config, case.cuboid, mesh.coordinates, case.batch, case.seq
-    costs = [step_cost(*sizes, *options, last=i == m - 1, micro_batches=m) for i in range(m)]
+    costs = [step_cost(*sizes, *options, last=i == m - 1, micro_batches=m, freeze=case.freeze) for i in range(m)]
     total: dict[tuple[str, str], list[int]] = {}
     for cost in costs:
         for key, entry in cost.traffic.items():

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dispatch import found_inf_reduce_handler
+
+from cuboid.comm.axis import Axis
+from cuboid.comm.collectives import all_gather, all_reduce
 
 
 class BlockMesh(DeviceMesh):
@@ -16,17 +19,27 @@ class BlockMesh(DeviceMesh):
 
     No two are equal: DTensor caches results by mesh, and would return those of one whose groups are closed. A copy of a
     DTensor stays on its mesh. Pickling raises: it would save one rank's shard as if it were the tensor.
+
+    On a pipe it has the ranks of one place, and a dim `pipe` of size 1: tensors of one place are sharded along it, those
+    that several places hold replicated. A stack of norms (`clip_grad_norm_`) is of all places.
     """
 
     def __init__(
-        self, device_type: str, ranks: Tensor, names: tuple[str, ...], rank: int, groups: Sequence[dist.ProcessGroup]
+        self, device_type: str, ranks: Tensor, axes: Sequence[Axis], rank: int, pipe: Axis, world: Axis, sends: bool
     ) -> None:
+        names = tuple(axis.name for axis in axes)
         super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
-        if groups:
-            self._dim_group_names = [group.group_name for group in groups]
+        self.pipe, self.world = pipe, world
+        if sends:
+            groups = [axis.group for axis in axes if axis.group is not None]
+            self._dim_group_names = [axis.group.group_name if axis.group is not None else "" for axis in axes]
             self._pg_registry = {group.group_name: group for group in groups}
         logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_not_about_flattening)
-        DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+        handlers = DTensor._op_dispatcher._custom_op_handlers
+        handlers[torch.ops.aten._local_scalar_dense.default] = _number
+        handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
+        if pipe.size > 1:
+            handlers[torch.ops.aten.stack.default] = _stack
 
     __hash__ = object.__hash__
 
@@ -48,6 +61,46 @@ def _number(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> A
     """Implements `item()` and `float()`. DTensor's own would return this rank's share of a sum or a norm."""
     (x,) = args
     return op_call(x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local())
+
+
+def _stack(op_call: Any, args: Any, kwargs: dict[str, object]) -> Any:
+    """`torch.stack`. Of the norms of tensors on a pipe, as `clip_grad_norm_` makes them, it has one for each place, of
+    its own tensors, and one of those that several places hold: the same on all ranks."""
+    tensors, dim = args[0], (*args, 0)[1]
+    first, mesh = tensors[0], tensors[0].device_mesh
+    on_pipe = isinstance(mesh, BlockMesh) and mesh.pipe.size > 1 and not first.ndim
+    order = _order_of_norm([x.placements[0] for x in tensors]) if on_pipe else None
+    if order is None:
+        return torch.cat([x.unsqueeze(dim) for x in tensors], dim)
+    everywhere = [Replicate()] * mesh.ndim
+    held: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for x in tensors:
+        held[x.placements[0].is_replicate()].append(x.redistribute(placements=everywhere).to_local())
+    zero = torch.zeros_like(first.to_local())
+    mine = torch.stack([torch.linalg.vector_norm(torch.stack([zero, *each]), order) for each in held])
+    places = all_gather(mine[None], mesh.pipe).wait()
+    norms = torch.cat((places[:, 0], places[:, 1].max()[None]))
+    return DTensor.from_local(norms, mesh, everywhere, run_check=False)
+
+
+def _order_of_norm(placements: Sequence[Placement]) -> float | None:
+    """Of norms that are partial sums of powers, or the largest value; None: they are something else."""
+    for each in placements:
+        if each.is_partial():
+            return float("inf") if each.is_partial("max") else getattr(each, "norm_type", None)
+    return None
+
+
+def _unscale(op_call: Any, args: Any, kwargs: dict[str, object]) -> None:
+    """What `GradScaler` does: all ranks are told whether gradients of any overflowed. DTensor's own looks at how the
+    first gradient is sharded, and leaves out the axes over which that one is replicated."""
+    gradients, overflowed, scale = args
+    mesh = gradients[0].device_mesh
+    if not isinstance(mesh, BlockMesh):
+        return found_inf_reduce_handler(op_call, args, kwargs)
+    op_call([shard._local_tensor for shard in gradients], overflowed, scale)
+    overflowed.copy_(all_reduce(overflowed, mesh.world).wait().clamp(max=1))
+    return None
 
 
 def _not_about_flattening(record: logging.LogRecord) -> bool:

@@ -116,10 +116,12 @@ class Spec:
         return whole
 
     def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """The same as DTensor's placements over `mesh.device_mesh`."""
+        """The same as DTensor's placements over `mesh.device_mesh`. Along its pipe, whose size is 1, a tensor of one place
+        is sharded, one that several places hold replicated."""
         found: list[Placement] = []
         for axis in mesh.dims:
             dims = [dim for dim, axes in enumerate(self.splits) if axis in axes]
+            dims += [0] * (axis == "pipe" and len(self.pipe) == 1)
             found.append(Shard(dims[0]) if dims else Replicate())
         return tuple(found)
 

@@ -214,23 +214,24 @@ class Mesh:
 
     @property
     def sharded(self) -> bool:
-        """Whether several ranks share a stage of a model: its parameters are DTensors."""
-        return self.cuboid.block * self.cuboid.replicas > 1
+        """Whether several ranks share a model: its parameters are DTensors."""
+        return self.cuboid.ranks > 1
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """The dims of `device_mesh`: axes longer than one, or x. Tensors belong to one place of the pipe."""
-        return tuple(axis for axis in self.NESTING[1:] if self.cuboid.sizes[axis] > 1) or ("x",)
+        """The dims of `device_mesh`: axes longer than one, or x. It has the ranks of one place of the pipe."""
+        return tuple(axis for axis in self.NESTING if self.cuboid.sizes[axis] > 1) or ("x",)
 
     def device_mesh(self, device_type: str) -> BlockMesh:
         """The mesh for DTensors on such devices and `torch.distributed.checkpoint`. It has our groups; the one for host
         copies of GPU tensors has none and cannot communicate."""
         if device_type not in self._device_meshes:
-            sizes, groups = [self.cuboid.sizes[axis] for axis in self.dims], []
+            axes = [getattr(self, name) for name in self.dims]
+            sizes = [1 if axis is self.pipe else axis.size for axis in axes]
             ranks = torch.from_numpy(self.cuboid.array(self.NESTING)[self.pipe.index]).reshape(sizes)
-            if device_type == self.device.type and self.sharded:
-                groups = [getattr(self, name).group for name in self.dims]
-            self._device_meshes[device_type] = BlockMesh(device_type, ranks, self.dims, self.rank, groups)
+            sends = device_type == self.device.type and self.sharded
+            everyone = self.pipe, self.world, sends
+            self._device_meshes[device_type] = BlockMesh(device_type, ranks, axes, self.rank, *everyone)
         return self._device_meshes[device_type]
 
     def part_of_x(self, size: int) -> Axis:

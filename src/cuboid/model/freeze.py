@@ -5,7 +5,7 @@ trained parameters; stages below it save nothing.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 
@@ -61,12 +61,14 @@ def parameter_names(config: ModelConfig) -> list[str]:
 
 
 class Trained:
-    """The parameters of a Transformer that a pattern leaves trained. Stages are the embedding, the blocks, the last
+    """The parameters of a Transformer that a pattern, or a set of names, leaves trained. Stages are the embedding, the blocks, the last
     norm and the head."""
 
-    def __init__(self, config: ModelConfig, freeze: str = "") -> None:
+    def __init__(self, config: ModelConfig, freeze: str | Collection[str] = "") -> None:
         self.config, self.freeze = config, freeze
-        self._frozen = matching(freeze, parameter_names(config)) if freeze else set()
+        self._frozen = set(freeze)
+        if isinstance(freeze, str):
+            self._frozen = matching(freeze, parameter_names(config)) if freeze else set()
 
     def __contains__(self, name: str) -> bool:
         return name not in self._frozen

@@ -220,6 +220,7 @@ class Model(nn.Module):
         self._buckets: dict[nn.Module, Bucket] = {}
         self._known: list[tuple[str, dict[str, Any], str, nn.Parameter]] = []  # where modules have their parameters
         self._replicated: dict[int, list[nn.Parameter]] = {}  # parameters by the number of ranks that hold each
+        self.lowest = 0  # stage of a pipe: nothing below it is trained
         # [seed, forwards so far]: saved with the weights, so that a resumed loop continues the sequence
         self.register_buffer("dropout_state", torch.zeros(2, dtype=torch.int64), bool(parallel.config.dropout))
 
@@ -296,13 +297,16 @@ class Model(nn.Module):
             pattern: A regular expression that is searched in the names: "embed|blocks.0".
 
         Raises:
-            ValueError: If no name matches, or on a pipe.
+            ValueError: If no name matches.
         """
-        if pattern and self.parallel.mesh.pipe.size > 1:
-            raise ValueError(f"freeze={pattern!r} on pipe={self.parallel.mesh.pipe.size} is not supported; use pipe=1")
         parameters = {name: parameter for name, parameter, _ in declared(self)}
-        for name in matching(pattern, list(parameters)):
+        for name in matching(pattern, self.names()) & parameters.keys():
             parameters[name].requires_grad_(False)
+
+    def names(self) -> list[str]:
+        """Of all parameters, those of other ranks' stages too. All ranks of a pipe call it."""
+        mine = [name for name, _, _ in declared(self)]
+        return list(dict.fromkeys(name for each in from_all(mine, self.parallel.mesh.pipe) for name in each))
 
     def _check(self, stages: Sequence[Stage], ends: bool = True) -> None:
         if not stages:
@@ -411,9 +415,8 @@ class Model(nn.Module):
         for inputs, at in batches:
             self._check_call(inputs, at.targets, at.place)
         batches = [(inputs, replace(at, seed=self._dropout(at.seed))) for inputs, at in batches]
-        return self.player.play(
-            batches, [order] if order else orders(self.parallel.schedule, pipe, len(batches)), scale
-        )
+        every = [order] if order else orders(self.parallel.schedule, pipe, len(batches))
+        return self.player.play(batches, every, scale, self.lowest)
 
     def _check_call(self, inputs: Tensor, targets: Tensor | None, place: Place) -> None:
         """Raise ValueError where a step would silently do something else than it seems to."""

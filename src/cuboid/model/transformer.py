@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.mesh.place import Place
+from cuboid.model.freeze import Trained, matching, parameter_names
+from cuboid.model.module import declared
 from cuboid.model.nn import Block, Model, Norm, Table
 from cuboid.model.parallel import Parallel
 from cuboid.step.op import Layer, chain, recomputed
@@ -41,6 +43,7 @@ class Transformer(Model):
         if recompute not in get_args(Recompute):
             raise ValueError(f"recompute={recompute!r} is not one of {', '.join(get_args(Recompute))}")
         c = self.config = parallel.config
+        self._frozen: set[str] = set()
         self.recompute = recompute
         pipe, stages = parallel.mesh.pipe, self.split.stages(parallel.mesh.pipe.index)
         first, last, blocks = 0 in stages, self.split.last in stages, nn.ModuleList()
@@ -70,6 +73,17 @@ class Transformer(Model):
         if type(self).stages is not Transformer.stages:
             raise ValueError(f"{type(self).__name__} lists stages of its own; override `segments` too, or use pipe=1")
         return self._segments(self._head() if self.norm is not None else None)
+
+    def names(self) -> list[str]:
+        """Of all parameters, those of other ranks' stages too."""
+        every = [*parameter_names(self.config), *(name for name, _, _ in declared(self))]
+        return list(dict.fromkeys(every))
+
+    def freeze(self, pattern: str) -> None:
+        super().freeze(pattern)
+        self._frozen = self._frozen | matching(pattern, self.names())
+        if self.parallel.mesh.pipe.size > 1:
+            self.lowest = self.split.stage_of(Trained(self.config, self._frozen).lowest)
 
     def _head(self) -> Stage:
         return Stage("head", self.classifier.head_loss(), [self.classifier], again=False)

@@ -11,7 +11,7 @@ With many micro-batches a few rounds are simulated, and every further round take
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
@@ -41,16 +41,29 @@ def stage_work(work: Work, layers: int = STEADY + 1) -> Work:
 
 
 class Pieces:
-    """Stages by what they have besides blocks, of one choice."""
+    """Stages by what they have besides blocks, of one choice: played, or taken `of` others."""
 
-    def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice, overlap: bool = True) -> None:
-        self.prices, self.work, self.sizes, self.choice = prices, work, sizes, choice
-        self.overlap, each = overlap, stage_work(work)
+    def __init__(
+        self,
+        prices: Prices,
+        work: Work,
+        sizes: Sizes,
+        choice: Choice,
+        overlap: bool = True,
+        of: Mapping[Segment, StageTotals] | None = None,
+    ) -> None:
+        self.prices, self.work, self.sizes, self.choice, self.overlap = prices, work, sizes, choice, overlap
         self._memory: dict[tuple[Segment, int, bool, int], Footprint] = {}
-        self.of: dict[Segment, StageTotals] = {
-            segment: stage_totals(prices, each, sizes, choice, segment, overlap, last=False)
+        self.of = of or {
+            segment: stage_totals(prices, stage_work(work), sizes, choice, segment, overlap, last=False)
             for segment in (FIRST, MIDDLE, LAST)
         }
+
+    def at(self, which: Array, sizes: Sizes) -> "Pieces":
+        """Of some candidates, whose sizes these are."""
+        prices = prices_of(self.prices.hw, self.work, sizes)
+        of = {segment: totals.at(which) for segment, totals in self.of.items()}
+        return Pieces(prices, self.work, sizes, self.choice, self.overlap, of)
 
     @cached_property
     def tails(self) -> dict[Segment, Totals]:
@@ -257,11 +270,14 @@ class Pipelines:
     def stages(self, place: int) -> range:
         return range(place, self.count, self.pipe)
 
-    def of_step(self, place: int) -> Totals:
-        """All that a place does in a step."""
-        found = self.tail(place)
-        for stage in self.stages(place):
-            found = found.plus(self.totals[stage][1], self.m)
+    @cached_property
+    def steps(self) -> list[Totals]:
+        """All that each place does in a step."""
+        found = []
+        for place in range(self.pipe):
+            found.append(self.tail(place))
+            for stage in self.stages(place):
+                found[-1] = found[-1].plus(self.totals[stage][1], self.m)
         return found
 
     def slots(self, i: int) -> Slots:
@@ -369,7 +385,7 @@ class Pipelines:
     def footprints(self) -> list[Footprint]:
         return [self.footprint(place) for place in range(self.pipe)]
 
-    @property
+    @cached_property
     def peak(self) -> Array:
         return np.maximum.reduce([each.peak for each in self.footprints])
 

@@ -1,13 +1,13 @@
 """Plots of a ranking: steps and what they consist of, memory, and the best cuboid over devices × batch."""
 
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cuboid.plan.layer import Work
-from cuboid.plan.search import Plan, Ranking, rank, timeline
+from cuboid.plan.search import Plan, Ranking, rankings, timeline
 
 MOST_BARS = 10
 OTHER = "copies and sums"
@@ -35,13 +35,15 @@ DEVICES, BATCHES = (0.25, 0.5, 1, 2, 4), (0.25, 1, 4)  # of the map, times those
 def draw(ranking: Ranking, folder: Path) -> list[Path]:
     """Two figures, as PNG and as SVG."""
     bars = list(ranking.plans[:MOST_BARS])
-    bars += [plan for plan in ranking.corners.values() if plan and plan not in bars]
+    for plan in ranking.corners.values():
+        if plan is not None and plan not in bars:
+            bars.append(plan)
     figure = Figure(figsize=(13, 2.2 + 0.34 * len(bars)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     _stack(left, bars, [seconds(plan) for plan in bars], "seconds a step")
     _stack(right, bars, [{kind: size / 1e9 for kind, size in plan.memory.items()} for plan in bars], "GB a device")
     right.axvline(ranking.hardware.memory / 1e9, color="#b00020", linewidth=1.5, label="a device's memory")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=5, frameon=False)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3, frameon=False)
     left.set_yticks(range(len(bars)), [_label(ranking, plan) for plan in bars])
     left.invert_yaxis()
@@ -61,7 +63,7 @@ def draw(ranking: Ranking, folder: Path) -> list[Path]:
 
 
 def _timeline(axes: Axes, work: Work, plan: Plan) -> None:
-    """A line for every place of a pipe: its moves, by micro-batch."""
+    """A line for every place of a pipe: its moves, by micro-batch; those of every other of its stages are paler."""
     colours = {"F": "#6aa0d8", "B": "#2e8540", "W": "#f2b134"}
     names = {"F": "forward", "B": "backward", "W": "weight gradients"}
     drawn: set[str] = set()
@@ -70,7 +72,7 @@ def _timeline(axes: Axes, work: Work, plan: Plan) -> None:
         label = None if kind in drawn else names[kind]
         drawn.add(kind)
         bar = axes.barh(each["place"], width, left=each["start"], height=0.8, label=label, color=colours[kind])
-        bar[0].set(edgecolor="white", linewidth=0.5)
+        bar[0].set(edgecolor="white", linewidth=0.5, alpha=0.65 if each["stage"] // len(plan.places) % 2 else 1.0)
         if len(plan.places) * work.micro_batches <= 256:
             axes.text(each["start"] + width / 2, each["place"], each["micro_batch"], ha="center", va="center", size=7)
     axes.set_yticks(range(len(plan.places)), [f"place {i}" for i in range(len(plan.places))])
@@ -112,18 +114,15 @@ def _map(axes: Axes, ranking: Ranking) -> None:
     hw = ranking.hardware
     devices = [n for f in DEVICES if (n := round(ranking.devices * f)) >= 1 and not hw.lacks(n)]
     batches = [n for f in BATCHES if (n := round(ranking.work.batch * f)) >= 1]
-    shares = []
-    for row, batch in enumerate(batches):
-        shares.append([float("nan")] * len(devices))
-        for column, count in enumerate(devices):
-            found = rank(hw, replace(ranking.work, batch=batch), count)
-            text = "does not fit"
-            if found.plans:
-                best = found.plans[0]
-                shares[row][column] = found.mfu(best)
-                text = f"{best.cuboid}\n{found.mfu(best):.0%}".replace(" replicas=", "\n× ")
-            axes.text(column, row, text, ha="center", va="center", fontsize="small")
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    found = rankings(hw, ranking.work, [(count, batch) for batch in batches for count in devices])
+    shares = [each.mfu(each.plans[0]) if each.plans else float("nan") for each in found]
+    for i, each in enumerate(found):
+        row, column = divmod(i, len(devices))
+        text = "does not fit"
+        if each.plans:
+            text = f"{each.plans[0].cuboid}\n{shares[i]:.0%}".replace(" replicas=", "\n× ").replace(" pipe=", "\npipe ")
+        axes.text(column, row, text, ha="center", va="center", fontsize="small")
+    axes.imshow(np.reshape(shares, (len(batches), -1)), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.set_xticks(range(len(devices)), [str(n) for n in devices])
     axes.set_yticks(range(len(batches)), [str(n * ranking.work.micro_batches) for n in batches])
     axes.set_xlabel("devices")

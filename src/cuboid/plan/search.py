@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, get_args
 
@@ -155,47 +156,68 @@ def pipeline_schedules(work: Work, pipe: int) -> list[Schedule]:
 
 def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> Ranking:
     """`only` ranks the orders and choices of one shape, and the schedules of a pipeline."""
-    config, began = work.config, time.perf_counter()
-    config.check(only or Cuboid(), work.batch, work.seq)
-    ranking = Ranking(work, hw, devices, [], [], 0)
-    for pipe in [only.pipe] if only is not None else [1, *pipes(work, devices)]:
-        one = None if only is None else [(only.replicas, only.x, only.y, only.z)]
-        every = one or shapes(config, devices // pipe, work.batch)
-        found = [cuboid for shape in every for cuboid in orders(shape, hw.node, hw.group, pipe)]
-        if found:
-            sizes = Sizes(config, found, hw.node, work.batch, work.seq, hw.group)
-            predictions = (_predictions if pipe == 1 else _pipelines)(prices_of(hw, work, sizes), work, sizes)
-            plans, too_large = _best_of_each_shape(predictions)
-            ranking.plans += plans
-            ranking.too_large += too_large
-            ranking.considered += sum(int(each.valid.sum()) for each in predictions)
-    ranking.plans.sort(key=lambda plan: plan.seconds)
-    ranking.too_large.sort(key=lambda plan: plan.peak)
-    for name, is_corner in CORNERS.items():
-        corners = (plan for plan in ranking.plans if plan.cuboid.pipe == 1 and is_corner(plan.cuboid))
-        ranking.corners[name] = next(corners, None)
-    ranking.seconds = time.perf_counter() - began
+    (ranking,) = rankings(hw, work, [(devices, work.batch)], only)
     return ranking
 
 
-def _predictions(prices: Prices, work: Work, sizes: Sizes) -> "list[Predictions | PipelinePredictions]":
-    return [Predictions(prices, work, sizes, choice) for choice in choices()]
+def rankings(hw: Hardware, work: Work, cells: Sequence[tuple[int, int]], only: Cuboid | None = None) -> list[Ranking]:
+    """For each number of devices and sequences of a micro-batch. Candidates of all of them are priced together."""
+    began = time.perf_counter()
+    work.config.check(only or Cuboid(), work.batch, work.seq)
+    found = [Ranking(replace(work, batch=batch), hw, devices, [], [], 0) for devices, batch in cells]
+    every: dict[bool, list[tuple[int, Cuboid]]] = {False: [], True: []}  # without a pipe, with one
+    for i, ranking in enumerate(found):
+        for pipe in [only.pipe] if only is not None else [1, *pipes(work, ranking.devices)]:
+            one = None if only is None else [(only.replicas, only.x, only.y, only.z)]
+            for shape in one or shapes(work.config, ranking.devices // pipe, ranking.work.batch):
+                every[pipe > 1] += ((i, cuboid) for cuboid in orders(shape, hw.node, hw.group, pipe))
+    for of_pipes, candidates in every.items():
+        if candidates:
+            cell, cuboids = np.array([i for i, _ in candidates]), [cuboid for _, cuboid in candidates]
+            batch = np.array([ranking.work.batch for ranking in found])[cell]
+            sizes = Sizes(work.config, cuboids, hw.node, batch, work.seq, hw.group)
+            prices = prices_of(hw, work, sizes)
+            for predictions, of in (_pipelines if of_pipes else _flat)(prices, work, sizes):
+                _add_best_of_each_shape(predictions, cell[of], found)
+    for ranking in found:
+        ranking.plans.sort(key=lambda plan: plan.seconds)
+        ranking.too_large.sort(key=lambda plan: plan.peak)
+        flat = [plan for plan in ranking.plans if plan.cuboid.pipe == 1]
+        for name, is_corner in CORNERS.items():
+            ranking.corners[name] = next((plan for plan in flat if is_corner(plan.cuboid)), None)
+        ranking.seconds = time.perf_counter() - began
+    return found
 
 
-def _pipelines(prices: Prices, work: Work, sizes: Sizes) -> "list[Predictions | PipelinePredictions]":
-    """With retained weights every micro-batch alive would have its own; that is not searched. Where a shape does not
-    fit, its blocks are split by memory too."""
+#: Of some candidates, and which they are.
+Some = tuple[Sequence["Predictions | PipelinePredictions"], Array]
+
+
+def _flat(prices: Prices, work: Work, sizes: Sizes) -> Iterator[Some]:
+    yield [Predictions(prices, work, sizes, choice) for choice in choices()], np.arange(len(sizes.cuboids))
+
+
+def _pipelines(prices: Prices, work: Work, sizes: Sizes) -> Iterator[Some]:
+    """By their places. With retained weights every micro-batch alive would have its own; that is not searched. Where a
+    shape does not fit, its blocks are split by memory too."""
     chosen = [choice for choice in choices() if choice.policy.weights == "regather"]
-    pieces = [Pieces(prices, work, sizes, choice) for choice in chosen]
-    both = list(product(pieces, pipeline_schedules(work, int(sizes.pipe[0]))))
-    found = [PipelinePredictions(each, schedule, pieces[0], "time") for each, schedule in both]
-    fit = np.logical_or.reduce([each.valid & (each.peak <= prices.hw.memory) for each in found])
-    if not fit.all():
-        lean = [PipelinePredictions(each, schedule, pieces[0], "memory") for each, schedule in both]
-        for each in lean:
-            each.valid &= ~fit
-        found += lean
-    return list(found)
+    every = [Pieces(prices, work, sizes, choice) for choice in chosen]
+    for pipe in np.unique(sizes.pipe).tolist():
+        (of,) = np.nonzero(sizes.pipe == pipe)
+        some = sizes.at(of)
+        pieces = [each.at(of, some) for each in every]
+        both = list(product(pieces, pipeline_schedules(work, pipe)))
+        found = [PipelinePredictions(each, schedule, pieces[0], "time") for each, schedule in both]
+        fit = np.zeros(len(of), dtype=bool)
+        for each in found:
+            if not fit.all():
+                fit |= each.valid & (each.peak <= prices.hw.memory)
+        if not fit.all():
+            lean = [PipelinePredictions(each, schedule, pieces[0], "memory") for each, schedule in both]
+            for each in lean:
+                each.valid &= ~fit
+            found += lean
+        yield found, of
 
 
 def makes_difference(sizes: Sizes, choice: Choice) -> Array:
@@ -219,8 +241,16 @@ class Predictions:
         if work.micro_batches > 1:  # one after the other; replicas are summed once, and the optimizer runs once
             more = step_totals(prices, work, sizes, choice, overlap, last=False)
             self.totals = self.totals.plus(more, work.micro_batches - 1)
-        self.memory = memory(prices.hw, work, sizes, choice, self.totals.saved)
-        self.valid, self.seconds, self.peak = makes_difference(sizes, choice), self.totals.seconds, self.memory.peak
+        self.valid, self.seconds = makes_difference(sizes, choice), self.totals.seconds
+        self._work = work
+
+    @cached_property
+    def memory(self) -> Footprint:
+        return memory(self.hw, self._work, self.sizes, self.choice, self.totals.saved)
+
+    @cached_property
+    def peak(self) -> Array:
+        return self.memory.peak
 
     def plan(self, i: int) -> Plan:
         by_kind = bytes_by_kind(self.memory, i)
@@ -259,7 +289,7 @@ class PipelinePredictions(Pipelines):
 
 def pipeline_plan(found: Pipelines, i: int) -> Plan:
     """Times are of the busiest place: what it does not work in is the pipe's."""
-    seconds, work = float(found.seconds[i]), [found.of_step(place) for place in range(found.pipe)]
+    seconds, work = float(found.seconds[i]), found.steps
     busy = [float(each.seconds[i]) for each in work]
     memories = [bytes_by_kind(each, i) for each in found.footprints]
     places = []
@@ -291,23 +321,34 @@ def timeline(work: Work, plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _best_of_each_shape(predictions: "Sequence[Predictions | PipelinePredictions]") -> tuple[list[Plan], list[Plan]]:
-    """Ranks the fastest order and choice of every shape that fits, and the smallest of those that do not."""
+def _add_best_of_each_shape(
+    predictions: "Sequence[Predictions | PipelinePredictions]", cell: Array, rankings: Sequence[Ranking]
+) -> None:
+    """The fastest order and choice of every shape that fits; the smallest of those that do not. `cell` is the number of
+    each candidate's ranking."""
     cuboids = predictions[0].sizes.cuboids
     numbers: dict[tuple[int, ...], int] = {}
-    shape = np.array([numbers.setdefault((k.replicas, k.x, k.y, k.z), len(numbers)) for k in cuboids])
-    seconds = np.stack([np.where(each.valid, each.seconds, np.inf) for each in predictions])
-    peak = np.stack([np.where(each.valid, each.peak, np.inf) for each in predictions])
-    seconds = np.where(peak <= predictions[0].hw.memory, seconds, np.inf)
-    fitting: list[Plan] = []
-    too_large: list[Plan] = []
+    which = zip(cell.tolist(), cuboids, strict=True)
+    shape = np.array([numbers.setdefault((i, k.replicas, k.x, k.y, k.z), len(numbers)) for i, k in which])
+    valid = np.stack([each.valid for each in predictions])
+    seconds = np.where(valid, np.stack([each.seconds for each in predictions]), np.inf)
+    known: set[int] = set()  # predictions whose memory is; others' where they are the fastest yet, as it takes long
     for number in range(len(numbers)):
         (of,) = np.nonzero(shape == number)
-        fits = bool(np.isfinite(seconds[:, of]).any())
-        score = (seconds if fits else peak)[:, of]
-        choice, i = np.unravel_index(score.argmin(), score.shape)
-        (fitting if fits else too_large).append(predictions[int(choice)].plan(int(of[i])))
-    return fitting, too_large
+        while True:
+            choice, i = (int(each) for each in np.unravel_index(seconds[:, of].argmin(), (len(seconds), len(of))))
+            if choice in known or np.isinf(seconds[choice, of[i]]):
+                break
+            seconds[choice, predictions[choice].peak > predictions[choice].hw.memory] = np.inf
+            known.add(choice)
+        fits, ranking = bool(np.isfinite(seconds[choice, of[i]])), rankings[cell[of[0]]]
+        if not fits:
+            possible = [j for j in range(len(valid)) if valid[j, of].any()]
+            peak = np.stack([np.where(valid[j, of], predictions[j].peak[of], np.inf) for j in possible])
+            j, i = (int(each) for each in np.unravel_index(peak.argmin(), peak.shape))
+            choice = possible[j]
+        (ranking.plans if fits else ranking.too_large).append(predictions[choice].plan(int(of[i])))
+        ranking.considered += int(valid[:, of].sum())
 
 
 def predict(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice, overlap: bool = True) -> Plan:

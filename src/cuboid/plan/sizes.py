@@ -54,10 +54,11 @@ WHOLE = Segment()
 
 class Sizes:
     def __init__(
-        self, config: ModelConfig, cuboids: Sequence[Cuboid], node: int, batch: int, seq: int, group: int = 0
+        self, config: ModelConfig, cuboids: Sequence[Cuboid], node: int, batch: Array | int, seq: int, group: int = 0
     ) -> None:
+        """The batch may be each candidate's own."""
         c = self.c = config
-        self.cuboids = cuboids
+        self.cuboids, self._of = cuboids, (node, batch, seq, group)
         self.axes = {axis: np.array([getattr(each, axis) for each in cuboids], dtype=np.int64) for axis in AXES}
         self.pipe, self.replicas, self.x, self.y, self.z = self.axes.values()
         samples = batch // self.replicas
@@ -75,6 +76,12 @@ class Sizes:
         self.picked = np.array([_picked(c, each) for each in cuboids], dtype=np.int64)
         self.groups = groups(cuboids, self.context, node, group)
         self._chunks: dict[tuple[int, int], Array] = {}
+
+    def at(self, which: Array) -> "Sizes":
+        """Of some candidates."""
+        node, batch, *rest = self._of
+        cuboids = [self.cuboids[i] for i in which.tolist()]
+        return Sizes(self.c, cuboids, node, batch[which] if isinstance(batch, np.ndarray) else batch, *rest)
 
     @cached_property
     def m(self) -> Array:

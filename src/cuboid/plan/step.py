@@ -51,6 +51,11 @@ class StageTotals:
             both = both.plus(after, layers - self.layers, without=before)
         return forward, both
 
+    def at(self, which: Array) -> "StageTotals":
+        """Of some candidates."""
+        marks = [each.at(which) for each in self.marks]
+        return StageTotals(self.layers, self.forward.at(which), self.both.at(which), marks)
+
 
 def stage_totals(
     prices: Prices,

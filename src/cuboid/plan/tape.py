@@ -9,7 +9,8 @@ last collective in flight has landed, the operation takes
 
 from collections import defaultdict
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,16 @@ class Totals:
     def copy(self) -> "Totals":
         """A deep copy, because a tape adds to arrays in place."""
         return deepcopy(self)
+
+    def at(self, which: Array) -> "Totals":
+        """Of some candidates."""
+
+        def of(value: Array | dict | float) -> Any:
+            if isinstance(value, dict):
+                return {key: of(each) for key, each in value.items()}
+            return value[which] if isinstance(value, np.ndarray) else value
+
+        return Totals(*(of(getattr(self, each.name)) for each in fields(self)))
 
     def plus(self, other: "Totals", times: Array | int, without: "Totals | None" = None) -> "Totals":
         """These totals plus `times` times those of `other`, less those of `without`."""

@@ -73,6 +73,13 @@ class Split:
         starts = list(accumulate(self.blocks, initial=0))
         return range(starts[stage], starts[stage + 1])
 
+    def stage_of(self, part: int) -> int:
+        """The stage that has a part of the model, by its number among the embedding, the blocks, the last norm and the
+        head; the number of stages for what is none of them."""
+        of_blocks = [stage for stage in range(len(self.blocks)) for _ in self.layers(stage)]
+        parts = [0, *of_blocks, self.last, self.last]
+        return parts[part] if part < len(parts) else self.last + 1
+
 
 def _fitting(layers: int, pipe: int, each: int) -> list[str]:
     found = [f"pipe={layers // each} with {each} each"] if layers // each > 1 else []
@@ -178,6 +185,16 @@ def orders(schedule: Schedule, pipe: int, count: int) -> list[Order]:
             f"rank; use {near[0]} or {near[1]} micro-batches, or one stage a rank"
         )
     return [ORDERS[schedule.pipeline](shape, place) for place in range(pipe)]
+
+
+def backward_until(lowest: int, orders: Sequence[Order]) -> list[Order]:
+    """The orders without the backwards of stages below `lowest`, which have nothing to train.
+
+    >>> [[str(move) for (move,) in order] for order in backward_until(1, orders(Schedule(), 2, 2))]
+    [['F0', 'F1'], ['F0', 'B0', 'F1', 'B1']]
+    """
+    kept = [[[m for m in moves if m.kind == "F" or m.stage >= lowest] for moves in order] for order in orders]
+    return [[moves for moves in order if moves] for order in kept]
 
 
 # What a move needs, and when it can run

@@ -17,7 +17,7 @@ from cuboid.comm.collectives import broadcast
 from cuboid.comm.flight import run
 from cuboid.mesh.layout import sharded_as
 from cuboid.mesh.mesh import Lanes
-from cuboid.step.pipeline import Split
+from cuboid.step.pipeline import Split, backward_until
 from cuboid.step.post import Post, exchange
 from cuboid.step.runner import At, Pass, Runner, settle
 from cuboid.step.schedule import Clock, Move, Order, Task, interleave
@@ -46,9 +46,12 @@ class Player:
         self.told: Callable[[Sequence[Move]], None] | None = None
 
     @torch.no_grad()
-    def play(self, batches: Sequence[Batch], orders: Sequence[Order], scale: float = 1.0) -> list[Tensor]:
+    def play(
+        self, batches: Sequence[Batch], orders: Sequence[Order], scale: float = 1.0, lowest: int = 0
+    ) -> list[Tensor]:
         """Forward and backward of several micro-batches, in an order for each place of the pipe; their losses. The
-        gradient of `scale` times the mean of the losses is added to the parameters' as `backward()` would."""
+        gradient of `scale` times the mean of the losses is added to the parameters' as `backward()` would. Stages below
+        `lowest` have nothing to train."""
         order = orders[self.pipe.index]
         named = sorted({move.batch for moves in order for move in moves})
         if not named or named != list(range(len(batches))):
@@ -56,9 +59,15 @@ class Player:
                 f"the order is of micro-batches {named}, but there are {len(batches)} micro-batches; it must name each "
                 "of them, from 0 on"
             )
-        if self.pipe.size > 1 and not all(p.requires_grad for p in self.parameters):
-            raise ValueError(f"frozen parameters on pipe={self.pipe.size} are not supported; use pipe=1")
-        clock, post, leave = Clock(), self._post(batches, orders), any(m.kind == "W" for moves in order for m in moves)
+        below = [runner for stage, runner in self.runners.items() if stage < lowest]
+        if any(p.requires_grad for runner in below for p in runner.parameters):
+            raise ValueError(
+                f"a parameter that `freeze` had frozen is trained again, in a stage before {lowest}, the first with "
+                "anything to train: no gradient comes that far; freeze it with requires_grad_(False) instead"
+            )
+        orders = backward_until(lowest, orders)
+        order, post = orders[self.pipe.index], self._post(batches, orders, lowest)
+        clock, leave = Clock(), any(m.kind == "W" for moves in order for m in moves)
         late = leave or any(len(moves) > 1 for moves in order)
         sums = Sums({bucket: len(batches) * uses for bucket, uses in self.uses.items()})
         dloss = torch.full((), scale / len(batches), dtype=torch.float64, device=self._like.device)
@@ -71,19 +80,22 @@ class Player:
             for move in moves:
                 kind, i, stage = move
                 if kind == "F":
-                    tasks[move] = self._forward(move, *batches[i], clock, post)
+                    tasks[move] = self._forward(move, *batches[i], clock, post, stage > lowest)
                 elif kind == "B":
                     passed = passes.pop((i, stage))
                     left[i, stage] = passed.left
                     dY = dloss if stage == self.split.last else post.take(move)
                     task = self.runners[stage].backward(passed, dY, sums, late, leave)
-                    tasks[move] = task if stage == 0 else post.sending(task, move)
+                    tasks[move] = task if stage == lowest else post.sending(task, move)
                     del passed, dY, task
                 else:
                     run(settle(left.pop((i, stage)), sums, clock))
             for (kind, i, stage), found in zip(tasks, interleave(list(tasks.values()), clock), strict=True):
                 if kind == "F":
-                    losses[i], passes[i, stage] = found  # of the last stage, which is the last of its rank's
+                    losses[i], passed = found  # of the last stage, which is the last of its rank's
+                    if stage >= lowest:
+                        passes[i, stage] = passed
+                    del passed
             clock.forward = False
             post.reap()
         total = self._from_last(torch.stack([losses[i] for i in named]) if self._has_last else None, [len(named)], True)
@@ -108,12 +120,13 @@ class Player:
         post.finish()
         return total
 
-    def _forward(self, move: Move, X: Tensor, at: At, clock: Clock, post: Post) -> Task:
-        """Gives (loss, Pass); the loss, or what the last stage gives instead, is there after that alone."""
+    def _forward(self, move: Move, X: Tensor, at: At, clock: Clock, post: Post, below: bool = False) -> Task:
+        """Gives (loss, Pass); the loss, or what the last stage gives instead, is there after that alone. `below`:
+        whether a stage below is trained."""
         runner, arrived = self.runners[move.stage], X if move.stage == 0 else post.take(move)
         if move.stage == self.split.last and runner.gives_loss:
-            return runner.forward(arrived, at, clock)
-        task, passed = runner.outputs(arrived, at, clock)
+            return runner.forward(arrived, at, clock, below)
+        task, passed = runner.outputs(arrived, at, clock, below)
         if move.stage == self.split.last:
             return Task(task.steps, lambda found: (torch.cat(found, 1), passed))
         return Task(post.sending(task, move).steps, lambda _: (None, passed))
@@ -122,9 +135,9 @@ class Player:
     def _has_last(self) -> bool:
         return self.split.last in self.runners
 
-    def _post(self, batches: Sequence[Batch], orders: Sequence[Order]) -> Post:
+    def _post(self, batches: Sequence[Batch], orders: Sequence[Order], lowest: int = 0) -> Post:
         count = next(iter(self.runners.values())).schedule.sub_batches
-        return Post(self.lanes, self.pipe.index, orders, [at for _, at in batches], count, self._like)
+        return Post(self.lanes, self.pipe.index, orders, [at for _, at in batches], count, self._like, lowest)
 
     def _from_last(self, found: Tensor | None, shape: Sequence[int], loss: bool) -> Tensor:
         """What the last stage has found; losses are in fp32 or better."""

@@ -41,13 +41,20 @@ def border(itemsize: int) -> tuple[Layer, Layer]:
 
 
 class Post:
-    """Of one step, at one place of a pipe. Micro-batches are split into `count` sub-batches; messages have the dtype
-    and the device of `like`."""
+    """Of one step, at one place of a pipe, in which backward ends with stage `lowest`. Micro-batches are split into
+    `count` sub-batches; messages have the dtype and the device of `like`."""
 
     def __init__(
-        self, lanes: Lanes, place: int, orders: Sequence[Order], ats: Sequence[At], count: int, like: Tensor
+        self,
+        lanes: Lanes,
+        place: int,
+        orders: Sequence[Order],
+        ats: Sequence[At],
+        count: int,
+        like: Tensor,
+        lowest: int = 0,
     ) -> None:
-        self._ats, self._count, self._like = ats, count, like
+        self._ats, self._count, self._like, self._lowest = ats, count, like, lowest
         self.last = max(move.stage for order in orders for moves in order for move in moves)
         self._out = {"F": lanes.to_next, "B": lanes.to_previous}
         self._in = {"F": lanes.from_previous, "B": lanes.from_next}
@@ -61,7 +68,7 @@ class Post:
     def _sent_on(self, kind: str, order: Order) -> list[Move]:
         """The moves here for which a neighbour sends something, in its order."""
         further = [self.receiver(move) for moves in order for move in moves if move.kind == kind]
-        return [move for move in further if 0 <= move.stage <= self.last]
+        return [move for move in further if (0 if kind == "F" else self._lowest) <= move.stage <= self.last]
 
     @staticmethod
     def receiver(move: Move) -> Move:

@@ -190,17 +190,17 @@ class Runner:
         first = large[-1:] if last else []
         return [each if retain or i in first else set() for i, each in enumerate(again)]
 
-    def _lowest(self, X: Tensor | Sequence[Any]) -> int:
-        """The first stage whose backward anything needs: where X comes from another rank, that."""
+    def _lowest(self, X: Tensor | Sequence[Any], below: bool) -> int:
+        """The first stage whose backward anything needs, if only what is `below`, on other ranks."""
         trained = (any(p.requires_grad for bucket in each for p in bucket.parameters) for each in self._buckets)
-        needed = not isinstance(X, Tensor) or X.requires_grad
+        needed = below or (isinstance(X, Tensor) and X.requires_grad)
         return 0 if needed else next((i for i, each in enumerate(trained) if each), len(self.stages))
 
     # Forward
 
-    def forward(self, X: Tensor | Sequence[Any], at: At, clock: Clock) -> Task:
-        """Gives (loss, Pass): the mean loss over the tokens of all ranks."""
-        task, passed = self.outputs(X, at, clock)
+    def forward(self, X: Tensor | Sequence[Any], at: At, clock: Clock, below: bool = False) -> Task:
+        """Gives (loss, Pass): the mean loss over the tokens of all ranks. `below`: the gradient of X is needed."""
+        task, passed = self.outputs(X, at, clock, below)
 
         def finish(sums: list[Tensor]) -> tuple[Tensor, Pass]:
             total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
@@ -212,10 +212,10 @@ class Runner:
 
         return Task(task.steps, finish)
 
-    def outputs(self, X: Tensor | Sequence[Any], at: At, clock: Clock) -> tuple[Task, Pass]:
+    def outputs(self, X: Tensor | Sequence[Any], at: At, clock: Clock, below: bool = False) -> tuple[Task, Pass]:
         """Gives the last stage's Y of each sub-batch, of X whole or by sub-batch; the Pass is filled meanwhile."""
         ats = at.split(self.schedule.sub_batches)
-        passed, n = Pass([[] for _ in ats], clock, self._lowest(X)), len(ats)
+        passed, n = Pass([[] for _ in ats], clock, self._lowest(X, below)), len(ats)
         shelf = _Shelf(self._buckets, self._buckets, 1, passed.kept, n, self.schedule.prefetch, clock)
         each = zip(X.chunk(n, 1) if isinstance(X, Tensor) else X, ats, passed.backs, strict=True)
         return Task([self._through(*one, shelf, passed) for one in each], list), passed

@@ -319,10 +319,12 @@ class TrainConfig:
         return Cuboid(c.x, c.y, c.z, c.replicas, c.order, pipe=c.pipe)
 
     def schedule_on(self, cuboid: Cuboid, sub_batches: int = 1, chunks: int = 1) -> Schedule:
-        """The schedule of steps on this cuboid. Keys of the pipeline are left at their defaults without a pipe."""
+        """The schedule of steps on this cuboid. Keys of the pipeline are left at their defaults without a pipe,
+        and blocks are dealt evenly where it has other stages than the run's."""
         o = self.overlap
         stages = o.stages or (2 if o.pipeline == "interleaved" else 1)
-        pipeline = ("beside" if o.beside else o.pipeline, stages, o.split) if cuboid.pipe > 1 else ()
+        split = o.split if cuboid.pipe == self.cuboid.pipe else ()
+        pipeline = ("beside" if o.beside else o.pipeline, stages, split) if cuboid.pipe > 1 else ()
         return Schedule(o.prefetch, sub_batches, chunks, o.compile, o.beside, *pipeline)
 
     def computed_in(self, usual: str) -> "TrainConfig":
@@ -377,8 +379,6 @@ class TrainConfig:
             raise ValueError(f"model.{error}") from None
         if trained.nothing:
             raise ValueError(f"model.freeze = {toml(self.model.freeze)} leaves nothing to train; freeze less")
-        if self.model.freeze and cuboid.pipe > 1:
-            raise ValueError(f"model.freeze with cuboid.pipe = {cuboid.pipe} is not supported; use pipe = 1")
 
 
 def _other(text: str, order: str) -> Cuboid:

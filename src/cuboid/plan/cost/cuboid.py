@@ -1,6 +1,7 @@
 """The cost of a step on a rank of a cuboid: ARCHITECTURE.md's table, summed over a model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import gcd, lcm
 from typing import NamedTuple
 
@@ -93,27 +94,30 @@ class _CuboidStep(Counter):
         self.of_block = trained.block(0)  # what is trained of the current block
 
         split = Split.of(config.layers, cuboid.pipe, schedule)
+        lowest = split.stage_of(trained.lowest)  # stage that is trained
         self.whole = cuboid.pipe == 1  # no pipeline: a tied embedding is held once
         for stage in split.stages(coordinates["pipe"]):
             if stage == 0:
                 self.embedding()
             else:
-                self.in_sub_batches(self.message)
+                self.in_sub_batches(partial(self.message, back=lowest < stage, onward=False))
             for i in split.layers(stage):
                 self.of_block = trained.block(i)
                 self.backward = self.saving = trained.lowest <= 1 + i
                 self.block(kept=self.whole and schedule.prefetch and i == config.layers - 1)
             if stage < split.last:
-                self.in_sub_batches(self.message)
+                self.in_sub_batches(partial(self.message, back=lowest <= stage, onward=True))
                 continue
             self.backward = self.saving = trained.lowest <= 1 + config.layers
             self.weights(self.norm_weights(trained.norm()), again=True)
             self.sum_replicas()
             self.head()
         if last:
-            if config.tied and not self.whole and coordinates["pipe"] in (0, cuboid.pipe - 1):
+            if config.tied and trained.embed and not self.whole and coordinates["pipe"] in (0, cuboid.pipe - 1):
                 table = self.part(self.part(config.vocab, "y"), "x") * self.d
-                self.to_neighbour(table * self.stored)
+                if table:
+                    self.count("send", table * self.stored)
+                    self.count("receive", 0)
             for axis, summed in (("x", 0), ("y", self.summed_over_y), ("z", 0)):
                 self.reduce(axis, summed + self.summed_over_all, self.stored)
 
@@ -130,16 +134,19 @@ class _CuboidStep(Counter):
         if self.backward:
             self.scatter(axis, whole, p=p)
 
-    def message(self) -> None:
-        """The residual stream to the next stage and its gradient back, or the reverse."""
-        self.to_neighbour(self.m // self.y * self.d * self.e)
+    def message(self, back: bool, onward: bool) -> None:
+        """The residual stream from the stage before or `onward` to the next and, if there is something to train below,
+        its gradient the other way."""
+        size = self.m // self.y * self.d * self.e
+        if onward or back:
+            self.count("send", size)
+        if back or not onward:
+            self.count("receive", 0)
 
-    def to_neighbour(self, size: int) -> None:
-        """Bytes sent, and as many received."""
-        for kind, sent in (("send", size), ("receive", 0)) if size else ():
-            entry = self.cost.traffic["pipe", kind]
-            entry[0] += 1
-            entry[1] += sent
+    def count(self, kind: str, size: int) -> None:
+        entry = self.cost.traffic["pipe", kind]
+        entry[0] += 1
+        entry[1] += size
 
     def in_sub_batches(self, formula: Callable[[], None]) -> None:
         """Adds what each sub-batch costs."""
