@@ -176,7 +176,9 @@ FROZEN = [
         GPT2.replace(layers=8), Cuboid(1, 2, 1, pipe=2), scheduled("interleaved"), freeze=r"embed|posi|blocks\.[01]"
     ),
     case_of(GPT2.replace(tied=False), Cuboid(1, 1, 2, pipe=2), scheduled("zero-bubble"), freeze="blocks|embed|posi"),
-    case_of(LLAMA.replace(tied=True), Cuboid(1, 2, 1, pipe=3), scheduled("beside", parts=2), freeze=r"embed|blocks\.0"),
+    case_of(
+        LLAMA.replace(tied=True), Cuboid(1, 2, 1, pipe=3), scheduled("beside", sub_batches=2), freeze=r"embed|blocks\.0"
+    ),
     case_of(LLAMA, Cuboid(2, 1, 1, pipe=2), scheduled("1f1b"), recompute="full", freeze=r"head|^norm|blocks\.4"),
     case_of(LLAMA, Cuboid(1, 1, 2, pipe=3), scheduled("zero-bubble"), 3, freeze=r"embed|blocks\.[0123]|attention"),
 ]

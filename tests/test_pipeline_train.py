@@ -9,7 +9,7 @@ import torch
 from test_checkpoint import Run, stretch
 from test_generate import GPT2, GREEDY, LLAMA, PROMPT, tokens_of, without_cache
 from test_hf import rewritten
-from test_watch import LIMIT, steps
+from test_watch import AMPLE, LIMIT, steps
 from tiny import Curve, curve, furthest, losses, on, ranks_of, tiny, write_text
 
 from cuboid.mesh.cuboid import Cuboid
@@ -19,6 +19,7 @@ from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.hf.folder import FILE
 from cuboid.model.transformer import Transformer
+from cuboid.run.errors import RankError
 from cuboid.run.launch import Pool, World
 from cuboid.run.watch import Stalled
 from cuboid.train.agree import Corrupted, check
@@ -62,6 +63,15 @@ def test_trainer_loss_curve_is_same_on_a_pipe(
     cuboid: str, changes: str, text: Path, reference: Curve, pool: Pools
 ) -> None:
     assert furthest(curve_of(pool, tiny(text, *on(cuboid), *DEEP, *changes.split())), reference) < SAME
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cuboid", ["1,2,1,1,2", "1,1,1,1,4"])
+def test_trainer_curve_of_100_steps_is_same_on_a_pipe(cuboid: str, text: Path, pool: Pools) -> None:
+    more = (*DEEP, "data.micro_batches=4", "schedule.steps=100")
+    wanted = curve_of(pool, tiny(text, *on("1,1,1"), *more), 100)
+    assert furthest(losses(curve_of(pool, tiny(text, *on(cuboid), *more), 100)), losses(wanted)) < 1e-4
+    assert wanted[-1][0] < wanted[0][0]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -143,6 +153,28 @@ def refused(world: World) -> str:
 
 def test_model_on_a_pipe_says_how_to_train_it(pool: Pools) -> None:
     assert all("train with `model.play(" in said for said in pool(2).run(refused))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("killed", "rank 1 was killed by SIGKILL"), ("forward", r"rank 1 failed\n(?s:.*)KeyError: 'the cause'")],
+)
+def test_watch_names_stage_that_dies_or_fails(how: str, said: str, text: Path) -> None:
+    config = tiny(text, *on("1,2,1,1,2"), *DEEP, "data.micro_batches=2")
+    with pytest.raises(RankError, match=said):
+        Pool(4).run(steps, config, AMPLE, 1, how)
+
+
+def test_frozen_run_on_a_pipe_has_serials_curve_and_moves(text: Path, tmp_path: Path, pool: Pools) -> None:
+    """All of the first stage is frozen, where the run has two."""
+    more = (*DEEP, "data.micro_batches=2", "model.freeze=embed|positions|blocks.0|blocks.1|^norm")
+    (straight, _), *_ = pool(1).run(stretch, tiny(text, *on("1,1,1"), *more), tmp_path / "straight", None, 6)
+    found, resume = list[float](), None
+    for i, cuboid in enumerate(["1,2,1,1,2", "2,1,1", "1,1,1,1,3"]):
+        config = tiny(text, *on(cuboid), *more)
+        found += pool(ranks_of(config)).run(stretch, config, tmp_path / "moved", resume, 2 * (i + 1))[0][0]
+        resume = newest(tmp_path / "moved")
+    assert furthest(found, straight) < SAME
 
 
 def test_watch_names_stage_that_stalls(text: Path) -> None:

@@ -16,6 +16,10 @@ from counts import count
 from tiny import curve, losses, on, sets, settings, tiny, write_text
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.plan import search
+from cuboid.plan.hardware import PRESETS, Hardware
+from cuboid.plan.layer import Work
+from cuboid.plan.search import Ranking
 from cuboid.run import stop as stopping
 from cuboid.run.launch import Pool, RankDied, World
 from cuboid.run.restart import keep_running
@@ -40,9 +44,11 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_train_cli_killed_at_random_is_bit_exact(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["2,2,1", "1,2,1,1,2"])
+def test_train_cli_killed_at_random_is_bit_exact(shape: str, text: Path, tmp_path: Path) -> None:
     kills = count("kills of a run")
-    found = survive(tiny(text, *on("2,2,1"), "model.dropout=0.1"), kills, 1, tmp_path, print)
+    config = tiny(text, *on(shape), "model.dropout=0.1", "model.layers=2", "data.micro_batches=2")
+    found = survive(config, kills, 1, tmp_path, print)
     assert found.different == []
     assert len(found.kills) == kills
     assert found.tensors > 20
@@ -207,6 +213,19 @@ def test_for_ranks_takes_listed_cuboid(text: Path) -> None:
         assert why == f"there are {ranks} ranks, not the 8 of 2,2,2: {expected} of cuboid.others"
 
 
+def test_for_ranks_takes_listed_pipe(text: Path) -> None:
+    """Blocks are dealt evenly where it has other stages than the run's."""
+    pipe = ["model.layers=4", "data.micro_batches=2", "overlap.split=3,1", "overlap.pipeline=zero-bubble"]
+    config = tiny(text, *on("1,2,1,1,2"), *pipe, "cuboid.others=1,2,1 pipe=4; 1,1,1 pipe=2; 1,1,1")
+    listed = {8: (Cuboid(1, 2, 1, pipe=4), ()), 2: (Cuboid(pipe=2), (3, 1)), 1: (Cuboid(), ())}
+    for ranks, (expected, split) in listed.items():
+        found, why = for_ranks(config, ranks, "")
+        found.check()
+        assert found.cuboid_shape() == expected
+        assert found.schedule_on(expected).split == split
+        assert why == f"there are {ranks} ranks, not the 4 of 1,2,1 pipe=2: {expected} of cuboid.others"
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 6, 16])
 def test_for_ranks_plans_cuboid_if_none_is_listed(ranks: int, text: Path) -> None:
     config = tiny(text, *on("2,2,2"), "cuboid.others=1,2,2")
@@ -215,6 +234,24 @@ def test_for_ranks_plans_cuboid_if_none_is_listed(ranks: int, text: Path) -> Non
     assert found.cuboid_shape().ranks == ranks
     assert why.startswith(f"there are {ranks} ranks, not the 8 of 2,2,2: {found.cuboid.x},")
     assert not differences(found, resolved_toml(config))
+
+
+def only_pipes(hw: Hardware, work: Work, devices: int) -> Ranking:
+    return search.rank(hw, work, devices, Cuboid(1, devices // 2, 1, pipe=2))
+
+
+def test_train_auto_takes_schedule_and_split_of_pipe(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the run said of its own."""
+    monkeypatch.setattr(auto, "rank", only_pipes)
+    config = tiny(text, *on("2,1,1"), "model.layers=5", "data.micro_batches=4", "overlap.beside=true")
+    data, model = config.data, config.model_config(auto.vocab_of(config.data))
+    (plan,) = only_pipes(PRESETS["cpu"], Work(model, 2, data.seq, "fp32", 4), 4).plans
+    found, why = auto.planned(config, 4, "cpu")
+    found.check()
+    chosen, schedule = found.schedule_on(found.cuboid_shape()), plan.choice.schedule
+    assert found.cuboid_shape() == plan.cuboid
+    assert (chosen.pipeline, chosen.stages, chosen.split) == (schedule.pipeline, schedule.stages, schedule.split)
+    assert "pipe=2 is the fastest" in why
 
 
 def nothing_fits(config: object, ranks: int, machine: str) -> None:

@@ -61,8 +61,8 @@ def parameter_names(config: ModelConfig) -> list[str]:
 
 
 class Trained:
-    """The parameters of a Transformer that a pattern, or a set of names, leaves trained. Stages are the embedding, the blocks, the last
-    norm and the head."""
+    """The parameters of a Transformer that a pattern, or a set of names, leaves trained. Stages are the embedding, the
+    blocks, the last norm and the head."""
 
     def __init__(self, config: ModelConfig, freeze: str | Collection[str] = "") -> None:
         self.config, self.freeze = config, freeze
