@@ -20,8 +20,8 @@ class BlockMesh(DeviceMesh):
     No two are equal: DTensor caches results by mesh, and would return those of one whose groups are closed. A copy of a
     DTensor stays on its mesh. Pickling raises: it would save one rank's shard as if it were the tensor.
 
-    On a pipe it has the ranks of one place, and a dim `pipe` of size 1: tensors of one place are sharded along it, those
-    that several places hold replicated. A stack of norms (`clip_grad_norm_`) is of all places.
+    On a pipe it has the ranks of one place, and a dim `pipe` of size 1: tensors of one place are sharded along it,
+    those that several places hold replicated. A stack of norms (`clip_grad_norm_`) is of all places.
     """
 
     def __init__(

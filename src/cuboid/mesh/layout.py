@@ -116,8 +116,8 @@ class Spec:
         return whole
 
     def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """The same as DTensor's placements over `mesh.device_mesh`. Along its pipe, whose size is 1, a tensor of one place
-        is sharded, one that several places hold replicated."""
+        """The same as DTensor's placements over `mesh.device_mesh`. Along its pipe, of size 1, a tensor of one place is
+        sharded, one that several places hold replicated."""
         found: list[Placement] = []
         for axis in mesh.dims:
             dims = [dim for dim, axes in enumerate(self.splits) if axis in axes]

@@ -43,7 +43,7 @@ class Transformer(Model):
         if recompute not in get_args(Recompute):
             raise ValueError(f"recompute={recompute!r} is not one of {', '.join(get_args(Recompute))}")
         c = self.config = parallel.config
-        self._frozen: set[str] = set()
+        self.frozen: set[str] = set()  # names that `freeze` has frozen
         self.recompute = recompute
         pipe, stages = parallel.mesh.pipe, self.split.stages(parallel.mesh.pipe.index)
         first, last, blocks = 0 in stages, self.split.last in stages, nn.ModuleList()
@@ -81,9 +81,9 @@ class Transformer(Model):
 
     def freeze(self, pattern: str) -> None:
         super().freeze(pattern)
-        self._frozen = self._frozen | matching(pattern, self.names())
+        self.frozen = self.frozen | matching(pattern, self.names())
         if self.parallel.mesh.pipe.size > 1:
-            self.lowest = self.split.stage_of(Trained(self.config, self._frozen).lowest)
+            self.lowest = self.split.stage_of(Trained(self.config, self.frozen).lowest)
 
     def _head(self) -> Stage:
         return Stage("head", self.classifier.head_loss(), [self.classifier], again=False)

@@ -155,7 +155,7 @@ def load(
     any cuboid. Returns its state. Every rank calls it, and all raise alike; `check` may reject a checkpoint. Parameters
     that were frozen start with moments of zero: the state's `fresh` has, for each of them, the updates before that."""
     path, state = choose(given, model.parallel.mesh, check)
-    frozen = matching(state.get("freeze", ""), [name for name, _, _ in declared(model)])
+    frozen = matching(state.get("freeze", ""), model.names())
     absent = {f"optimizer.{moment}.{name}" for moment in MOMENTS for name in frozen}
     wanted = {name: each for name, each in tensors(model, optimizer).items() if name not in absent}
     try:
@@ -166,12 +166,13 @@ def load(
     if optimizer is None:
         return state
     done, fresh = state["updates"], dict(state.get("fresh", {}))
-    for name, parameter, _ in declared(model):
-        if parameter not in optimizer.state:
+    for name in model.names():  # of other stages too: the first rank writes the state
+        if name in model.frozen:
             fresh.pop(name, None)
-        else:
-            if name in frozen:
-                fresh[name] = done
+        elif name in frozen:
+            fresh[name] = done
+    for name, parameter, _ in declared(model):
+        if parameter in optimizer.state:
             optimizer.state[parameter]["step"].fill_(done - fresh.get(name, 0))
     return {**state, "fresh": fresh}
 

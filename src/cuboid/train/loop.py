@@ -282,7 +282,7 @@ def _tensors(names: Collection[object]) -> str:
 def introduction(trainer: Trainer, folder: Path, changed: str = "", precision_why: str = "") -> str:
     c, d, cuboid = trainer.model.config, trainer.config.data, trainer.model.parallel.mesh.cuboid
     held = sum(shard_of(p).numel() for p in trainer.model.parameters())
-    frozen = [d.spec for _, p, d in declared(trainer.model) if not p.requires_grad]
+    frozen, here = trainer.model.frozen, [d.spec for _, p, d in declared(trainer.model) if not p.requires_grad]
     text = ", ".join(d.paths) or "Python's own library"
     precision = trainer.config.precision.dtype + (f" ({precision_why})" if precision_why else "")
     lines = [
@@ -293,8 +293,8 @@ def introduction(trainer: Trainer, folder: Path, changed: str = "", precision_wh
         f"run     {folder}",
     ]
     if frozen:
-        count = sum(prod(spec.shape) for spec in frozen)
-        lines.insert(1, f"frozen  {count:,} parameters in {_tensors(frozen)}, by {toml(trainer.config.model.freeze)}")
+        count = f"{sum(prod(spec.shape) for spec in here):,} parameters in " if cuboid.pipe == 1 else ""
+        lines.insert(1, f"frozen  {count}{_tensors(frozen)}, by {toml(trainer.config.model.freeze)}")
     if trainer.done:
         lines.append(f"resumed after step {trainer.done}")
     if changed:
