@@ -31,9 +31,9 @@ class BlockMesh(DeviceMesh):
         super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
         self.pipe, self.world = pipe, world
         if sends:
-            groups = [axis.group for axis in axes if axis.group is not None]
-            self._dim_group_names = [axis.group.group_name if axis.group is not None else "" for axis in axes]
-            self._pg_registry = {group.group_name: group for group in groups}
+            named: list[Any] = ["" if axis.group is None else axis.group.group_name for axis in axes]
+            self._dim_group_names = named
+            self._pg_registry = {axis.group.group_name: axis.group for axis in axes if axis.group is not None}
         logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_not_about_flattening)
         handlers = DTensor._op_dispatcher._custom_op_handlers
         handlers[torch.ops.aten._local_scalar_dense.default] = _number

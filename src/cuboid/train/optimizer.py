@@ -113,7 +113,7 @@ def apply(
     if taken:
         factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         gradients = [shard_of(p.grad) for p in model.parameters() if p.grad is not None]
-        if factor / scale.scale != 1.0:
+        if gradients and factor / scale.scale != 1.0:  # none where all of a stage is frozen
             torch._foreach_mul_(gradients, factor / scale.scale)
         for group in optimizer.param_groups:
             group["lr"] = lr
