@@ -10,7 +10,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-ctypes.CDLL(os.environ["CUBOID_SHIM"], ctypes.RTLD_GLOBAL)
+shim = ctypes.CDLL(os.environ["CUBOID_SHIM"], ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402
 import torch.nn.attention.bias  # noqa: E402
@@ -69,6 +69,7 @@ current = 0
 def set_device(device: Any) -> None:
     global current
     current = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index or 0
+    shim.set_device(current)
 
 
 vars(torch.cuda).update(

@@ -1,0 +1,50 @@
+"""Commands on pretended devices: the CPU's numbers, and the host waits for a device once a step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Emulate = Callable[..., Any]
+
+
+def test_gpu_verify_finds_the_cuboid_exact(emulate: Emulate, tmp_path: Path) -> None:
+    found = emulate("values.py", "verify", str(tmp_path))["cuda"]
+    assert found["ok"]
+    assert max(found["errors"].values()) < 1e-12
+
+
+def test_gpu_run_is_the_cpus(emulate: Emulate, tmp_path: Path) -> None:
+    """Trained, gone on with on another cuboid, sampled from, evaluated, exported and loaded again."""
+    found = emulate("values.py", "train", str(tmp_path))
+    gpu, cpu = found["cuda"], found["cpu"]
+    assert len(gpu["first"]) == len(gpu["again"]) == 5
+    for run in ("first", "again"):
+        assert [*map(pytest.approx, cpu[run])] == gpu[run]
+    assert gpu["said"] == cpu["said"] != ""
+    assert gpu["evaluated"] == pytest.approx(cpu["evaluated"])
+    assert (gpu["loaded"][0], cpu["loaded"][0]) == ("cuda", "cpu")
+    assert gpu["loaded"][1] == pytest.approx(cpu["loaded"][1])
+    assert gpu["lanes"] == cpu["lanes"]
+    assert min(gpu["lengths"]) >= 0
+
+
+def test_gpu_calibration_is_sane(emulate: Emulate, tmp_path: Path) -> None:
+    found = emulate("values.py", "calibrate", str(tmp_path))["cuda"]
+    assert all(rate > 0 for rate in found["rate"].values())
+    assert found["inside"]
+    assert all(link["bandwidth"] > 0 for link in found["inside"].values())
+
+
+def test_gpu_step_waits_for_its_device_once(emulate: Emulate, tmp_path: Path) -> None:
+    for cuboid, steps in emulate("values.py", "waits", str(tmp_path))["cuda"].items():
+        for inside, whole in steps:
+            assert inside == [], cuboid
+            assert len(whole) <= 1, (cuboid, whole)
+
+
+def test_gpu_faults_are_noticed(emulate: Emulate, tmp_path: Path) -> None:
+    found = emulate("values.py", "planted", str(tmp_path))["cuda"]
+    assert "Expected all tensors to be on the same device" in found["a host's tensor"][-1]
+    assert found["a value read back"][0][0]
