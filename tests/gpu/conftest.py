@@ -1,5 +1,6 @@
 """Emulated GPUs: a script of this folder in a process of its own, which loads shim.cpp before torch."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -20,12 +21,15 @@ def compiled_shim(folder: Path) -> Path:
     """Once for each of its versions and torch's."""
     source, torch_at = HERE / "shim.cpp", Path(torch.__file__).parent
     library = folder / f"{blake2b(source.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()}.so"
-    if not library.exists():
-        made = folder / f"{os.getpid()}.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # it takes seconds: one worker for all
+        if library.exists():
+            return library
+        made = folder / "unfinished.so"
         options = ["-shared", "-fPIC", "-std=c++20", f"-I{torch_at}/include", f"-L{torch_at}/lib"]
         linked = [f"-Wl,-rpath,{torch_at}/lib", "-lc10", "-ltorch_cpu"]
         subprocess.run(["g++", *options, str(source), "-o", str(made), *linked], check=True)
-        made.replace(library)  # another worker may have been first
+        made.replace(library)
     return library
 
 

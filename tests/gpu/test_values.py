@@ -30,6 +30,7 @@ def test_gpu_run_is_the_cpus(emulate: Emulate, tmp_path: Path) -> None:
     assert min(gpu["lengths"]) >= 0
 
 
+@pytest.mark.slow
 def test_gpu_calibration_is_sane(emulate: Emulate, tmp_path: Path) -> None:
     found = emulate("values.py", "calibrate", str(tmp_path))["cuda"]
     assert all(rate > 0 for rate in found["rate"].values())

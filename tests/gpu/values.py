@@ -1,5 +1,5 @@
-"""Commands on pretended devices and on the CPU, as JSON for test_values.py: `values.py COMMANDS FOLDER`, COMMANDS one of
-verify, train, calibrate, waits and planted."""
+"""Commands on pretended devices and on the CPU, as JSON for test_values.py: `values.py WHAT FOLDER`, of verify, train,
+calibrate, waits and planted."""
 
 import messages  # noqa: F401, I001  before torch
 
@@ -30,7 +30,8 @@ from cuboid.train.loop import Trainer
 MODEL = ("family=gpt2", "layers=2", "hidden=32", "heads=4", "ffn=48", "context=16", "dropout=0.1")
 OTHERS = (
     *("data.seq=16", "data.batch=8", "data.val_fraction=0.1", "optimizer.lr=0.01", "schedule.warmup=2"),
-    *("logging.eval_batches=1", "logging.sample_tokens=2", "logging.tensorboard=false", "overlap.sub_batches=2", "precision.dtype=fp32"),
+    *("logging.eval_batches=1", "logging.sample_tokens=2", "logging.tensorboard=false"),
+    *("overlap.sub_batches=2", "precision.dtype=fp32"),
 )
 
 

@@ -1,0 +1,162 @@
+"""Steps on pretended devices, watched for what NCCL's streams forbid: between the launch of a collective and its wait,
+reading what it writes, or writing what it reads or writes. As JSON for test_races.py: `races.py steps` or `planted`."""
+
+import messages  # noqa: I001  before torch
+
+import json
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import pretend
+from cuboid.comm.flight import Launched
+from cuboid.comm.transport.nccl import Nccl
+from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel, Policy
+from cuboid.model.transformer import Transformer
+from cuboid.run.errors import RankError
+from cuboid.run.launch import World, launch
+from cuboid.step.runner import At
+from cuboid.step.schedule import Schedule
+
+
+class Race(RuntimeError):
+    pass
+
+
+class Span(NamedTuple):
+    """Of a tensor in memory, its last byte excluded."""
+
+    start: int
+    stop: int
+
+    def meets(self, other: "Span") -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+def span(x: Tensor) -> Span:
+    if not x.numel():
+        return Span(0, 0)
+    length = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return Span(x.data_ptr(), x.data_ptr() + length * x.element_size())
+
+
+class Detector:
+    """Of one rank."""
+
+    def __init__(self) -> None:
+        self.flying: dict[int, tuple[messages.Message, list[Span], list[Span]]] = {}
+        self.launched = 0
+        messages.launched.append(self.launch)
+        messages.awaited.append(self.land)
+        pretend.watchers.append(self.see)
+
+    def launch(self, message: messages.Message) -> None:
+        self.see(message.kind, message.reads, message.writes)
+        self.launched += 1
+        self.flying[id(message)] = message, [*map(span, message.reads)], [*map(span, message.writes)]
+
+    def land(self, message: messages.Message) -> None:
+        self.flying.pop(id(message), None)
+
+    def see(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+        if not self.flying:
+            return
+        ours = [(span(x), "reads") for x in reads] + [(span(x), "writes") for x in writes]
+        for message, inputs, outputs in self.flying.values():
+            taken = [(each, "output") for each in outputs] + [(each, "input") for each in inputs]
+            for here, does in ours:
+                for there, kind in taken:
+                    if here.meets(there) and (kind == "output" or does == "writes"):
+                        raise Race(
+                            f"{name} at {pretend.where()} {does} an {kind} of {message.kind}, launched at "
+                            f"{message.at}, before its wait"
+                        )
+
+
+GPT2 = ModelConfig("gpt2", layers=2, hidden=32, heads=4, vocab=37, context=16, dropout=0.1)
+LLAMA = ModelConfig("llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=37, context=16, qk_norm=True)
+
+#: Model, cuboid, batch and options: every schedule on every axis.
+CASES: dict[str, tuple[ModelConfig, Cuboid, int, dict[str, Any]]] = {
+    "prefetch": (GPT2, Cuboid(2, 1, 2), 8, {"schedule": Schedule()}),
+    "no prefetch": (LLAMA, Cuboid(2, 2, 1), 8, {"schedule": Schedule(prefetch=False)}),
+    "two sub-batches, bf16": (
+        LLAMA,
+        Cuboid(2, 1, 2),
+        8,
+        {"schedule": Schedule(sub_batches=2), "dtype": torch.bfloat16},
+    ),
+    "four sub-batches": (GPT2, Cuboid(1, 2, 2), 8, {"schedule": Schedule(sub_batches=4)}),
+    "chunks": (GPT2, Cuboid(2, 2, 1), 4, {"schedule": Schedule(chunks=2)}),
+    "recomputed": (LLAMA, Cuboid(2, 1, 2), 8, {"schedule": Schedule(sub_batches=2), "recompute": "full"}),
+    "attention recomputed": (LLAMA, Cuboid(2, 2, 1), 4, {"recompute": "selective"}),
+    "retained": (GPT2, Cuboid(2, 1, 2), 4, {"policy": Policy("retain", "retain")}),
+    "sequence": (LLAMA, Cuboid(4, 1, 1), 2, {}),
+    "replicas, beside": (GPT2, Cuboid(1, 2, 1, replicas=2), 8, {"schedule": Schedule(beside=True), "several": 2}),
+    "pipe": (GPT2, Cuboid(2, 1, 1, pipe=2), 4, {"several": 3}),
+}
+
+
+def step(world: World, name: str, planted: str = "") -> int:
+    """So many messages a rank of a case launches, forward and backward, twice."""
+    config, cuboid, batch, options = CASES[name]
+    options = {"schedule": Schedule(), "recompute": "none", "policy": Policy(), "several": 1, "dtype": None} | options
+    mesh = Mesh(cuboid, world.rank, world.device)
+    parallel = CuboidParallel(config, mesh, options["policy"], options["dtype"], options["schedule"])
+    model = Transformer(parallel, 0, recompute=options["recompute"])
+    place = parallel.place(batch, 16)
+    ids = torch.ones(len(place.positions), len(place.samples), dtype=torch.long, device=world.device)
+    at = At(place, ids, seed=1 if config.dropout else None)
+    plant(planted)
+    detector = Detector()
+    for _ in range(2):
+        model.play([(ids, at)] * options["several"])
+    assert not detector.flying
+    return detector.launched
+
+
+def plant(fault: str) -> None:
+    """From here on, on this rank."""
+    if fault == "a wait removed":
+        Launched.wait = lambda self: self._result()  # type: ignore[method-assign]
+    elif fault == "an input written":
+        gather = Nccl.all_gather
+
+        def written(self: Any, x: Tensor, whole: Tensor) -> Any:
+            works = gather(self, x, whole)
+            x.add_(0)
+            return works
+
+        Nccl.all_gather = written  # type: ignore[method-assign]
+    elif fault == "an output read":
+        scatter = Nccl.reduce_scatter
+
+        def read(self: Any, xs: Any, dtype: torch.dtype) -> Any:
+            works, land = scatter(self, xs, dtype)
+            land()
+            return works, land
+
+        Nccl.reduce_scatter = read  # type: ignore[method-assign]
+
+
+FAULTS = ("a wait removed", "an input written", "an output read")
+
+
+def said(name: str, fault: str = "") -> Any:
+    try:
+        return launch(step, CASES[name][1].ranks, [name, fault])
+    except RankError as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "steps":
+        found = {name: said(name) for name in CASES}
+    else:
+        found = {fault: said("two sub-batches, bf16", fault) for fault in FAULTS}
+    print(json.dumps(found))

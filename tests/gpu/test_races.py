@@ -1,0 +1,22 @@
+"""No schedule touches what a collective reads or writes while it is under way, as on a GPU it may be."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Emulate = Callable[..., Any]
+
+
+@pytest.mark.slow
+def test_gpu_schedules_have_no_race(emulate: Emulate) -> None:
+    for name, launched in emulate("races.py", "steps").items():
+        assert isinstance(launched, list), f"{name}: {launched}"
+        assert min(launched) > 20, name
+
+
+def test_gpu_races_are_noticed(emulate: Emulate) -> None:
+    found = emulate("races.py", "planted")
+    assert len(found) == 3
+    for fault, said in found.items():
+        assert "before its wait" in str(said), fault
