@@ -1,5 +1,6 @@
 """Steps on pretended devices, watched for what NCCL's streams forbid: between the launch of a collective and its wait,
-reading what it writes, or writing what it reads or writes. As JSON for test_races.py: `races.py steps` or `planted`."""
+reading what it writes, or writing what it reads or writes. As JSON for test_races.py: `races.py planted`, or `steps`
+and names of cases, all if none are given."""
 
 import messages  # noqa: I001  before torch
 
@@ -83,9 +84,10 @@ LLAMA = ModelConfig("llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, v
 
 #: Model, cuboid, batch and options: every schedule on every axis.
 CASES: dict[str, tuple[ModelConfig, Cuboid, int, dict[str, Any]]] = {
+    "bf16": (LLAMA, Cuboid(2, 1, 1), 4, {"dtype": torch.bfloat16}),
     "prefetch": (GPT2, Cuboid(2, 1, 2), 8, {"schedule": Schedule()}),
     "no prefetch": (LLAMA, Cuboid(2, 2, 1), 8, {"schedule": Schedule(prefetch=False)}),
-    "two sub-batches, bf16": (
+    "two sub-batches": (
         LLAMA,
         Cuboid(2, 1, 2),
         8,
@@ -156,7 +158,7 @@ def said(name: str, fault: str = "") -> Any:
 
 if __name__ == "__main__":
     if sys.argv[1] == "steps":
-        found = {name: said(name) for name in CASES}
+        found = {name: said(name) for name in sys.argv[2:] or CASES}
     else:
-        found = {fault: said("two sub-batches, bf16", fault) for fault in FAULTS}
+        found = {fault: said("bf16", fault) for fault in FAULTS}
     print(json.dumps(found))

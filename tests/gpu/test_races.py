@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 Emulate = Callable[..., Any]
 
 
-@pytest.mark.slow
 def test_gpu_schedules_have_no_race(emulate: Emulate) -> None:
     for name, launched in emulate("races.py", "steps").items():
         assert isinstance(launched, list), f"{name}: {launched}"
