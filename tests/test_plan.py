@@ -17,6 +17,7 @@ from cuboid.model.cuboid import CuboidParallel, Policy
 from cuboid.model.freeze import Trained
 from cuboid.model.presets import PRESETS as MODELS
 from cuboid.model.transformer import Transformer
+from cuboid.plan import step
 from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.dry import compare, dry_run
 from cuboid.plan.explain import nothing_fits, why
@@ -343,3 +344,19 @@ def test_planner_advises_what_fits_if_nothing_does() -> None:
     count = int(said.split("--micro-batches ")[1].split()[0])  # of that very cuboid
     assert rank(A100, replace(work, batch=512 // count, micro_batches=count), 8, narrow).plans
     assert not rank(A100, replace(work, batch=2 * 512 // count, micro_batches=count // 2), 8, narrow).plans
+
+
+@pytest.mark.parametrize("cuboid", [Cuboid(2, 2, 1, replicas=2), Cuboid(4, 2, 1)], ids=str)
+@pytest.mark.parametrize("batch", [16, 64])
+def test_planner_layers_that_are_not_played_take_as_long_as_played(
+    cuboid: Cuboid, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where gradients pile up on a slow link, behind all that is computed."""
+    config = ModelConfig("gpt2", layers=16, hidden=256, heads=16, vocab=512, context=64, tied=False)
+    hw = replace(H100, node=2, group=2, uplink=1e8, rate={"fp32": 1e12}, peak={"fp32": 1e12})
+    work, choice = Work(config, batch, 64, "fp32"), Choice(policy=Policy("retain", "retain"))
+    plan = predict(hw, work, cuboid, choice)
+    monkeypatch.setattr(step, "STEADY", config.layers)
+    played = predict(hw, work, cuboid, choice)
+    assert plan.seconds == pytest.approx(played.seconds, rel=1e-6)
+    assert plan.seconds == pytest.approx(sum(plan.compute.values()) + sum(plan.exposed.values()), rel=1e-6)

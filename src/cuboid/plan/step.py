@@ -7,7 +7,7 @@ Bytes, calls, FLOPs and saved activations add up to cost/cuboid.py's; the tests 
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
@@ -40,6 +40,7 @@ class StageTotals:
     forward: Totals
     both: Totals
     marks: Sequence[Totals]  # before and after a layer, in forward, then in backward; none: all layers are simulated
+    behind: dict[str, Array]  # seconds by axis that one more layer has collectives wait for longer, at the end
 
     def of(self, layers: Array | int) -> tuple[Totals, Totals]:
         """The totals with this many layers."""
@@ -49,7 +50,11 @@ class StageTotals:
             forward = forward.plus(after, layers - self.layers, without=before)
         for before, after in zip(self.marks[::2], self.marks[1::2], strict=True):
             both = both.plus(after, layers - self.layers, without=before)
-        return forward, both
+        seconds, exposed = both.seconds, dict(both.exposed)
+        for axis, each in self.behind.items():
+            seconds = seconds + (layers - self.layers) * each
+            exposed[axis] = exposed[axis] + (layers - self.layers) * each
+        return forward, replace(both, seconds=seconds, exposed=exposed)
 
     def at(self, which: Array) -> "StageTotals":
         """Of some candidates."""
@@ -68,7 +73,7 @@ def stage_totals(
 ) -> StageTotals:
     """Totals of a pipeline stage. Messages to and from other stages are counted, but not awaited."""
     step = _TimedStep(prices, work, sizes, choice, overlap, last, segment)
-    return StageTotals(step.layers, step.halfway, step.tape.totals(), step.marks)
+    return StageTotals(step.layers, step.halfway, step.tape.totals(), step.marks, step.behind())
 
 
 def prices_of(hw: Hardware, work: Work, sizes: Sizes) -> Prices:
@@ -89,6 +94,7 @@ class _TimedStep(TimedLayer):
         self.last, self.segment = last, segment
         self.layers = layers = self.c.layers if work.freeze else min(self.c.layers, STEADY)  # simulated
         self.lowest = self.trained.lowest - 1  # layer where backward ends; -1: the embedding, `layers`: the last norm
+        self._held: list[Array] = []  # of wires, at the marks
         self.marks: list[Totals] = []  # before and after a layer like those that are not simulated
         self.kept = choice.policy.weights == "retain"
         self.sub_batches = choice.schedule.sub_batches
@@ -203,6 +209,17 @@ class _TimedStep(TimedLayer):
     def mark(self, here: bool) -> None:
         if here and self.c.layers > self.layers:
             self.marks.append(self.tape.totals().copy())
+            self._held.append(self.tape.held())
+
+    def behind(self) -> dict[str, Array]:
+        """By how much a layer of backward holds a wire for longer than it takes: sums over x and replicas of a few
+        layers are on their way before any is awaited, so that its own waits do not show it."""
+        if not self.marks:
+            return {}
+        *_, before, after = self.marks
+        wire = (self._held[-1] - self._held[-2]).max(0)
+        late, sums = np.maximum(wire - (after.seconds - before.seconds), 0.0), self.sizes.replicas > 1
+        return {"replicas": late * sums, "x": late * ~sums}
 
     def play(self, steps: Callable[[], Steps]) -> None:
         """Simulate with the whole micro-batch, or with its sub-batches in turn."""

@@ -147,6 +147,13 @@ class Tape:
         self._exposed[flight.axis] += late
         self.now += late
 
+    def held(self) -> Array:
+        """[wires, candidates] seconds for which collectives have held the wire inside nodes, and the one across."""
+        wires = np.zeros((2, len(self.now)))
+        for axis, seconds in self._in_flight.items():
+            wires += np.where(self._wide[axis] & (not self.hw.one_wire), [[0], [1]], [[1], [0]]) * seconds
+        return wires
+
     def totals(self) -> Totals:
         return Totals(
             self.now,
