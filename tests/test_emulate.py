@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import Cuboid as Command
 from tiny import on, sets, settings, write_text
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cuboid.bench.emulation import Pair
 from cuboid.bench.layouts import Layout, every
@@ -147,6 +148,18 @@ def test_emulated_device_runs_out_of_memory() -> None:
         ):
             torch.zeros(100)
     assert kept.shape == (200,)
+
+
+def test_emulated_device_leaves_fake_tensors_alone() -> None:
+    """DTensor finds shapes out with them, of whole tensors."""
+    with Emulated(Device(replace(SLOW.hardware, memory=2000.0))) as device:
+        with FakeTensorMode():
+            fake = torch.empty_strided((1000, 1000), (1000, 1))
+            fake.mul_(2.0)
+            assert (fake @ fake).shape == fake.shape
+        assert device.busy == 0
+        assert torch.ones(10, 20).mul_(2.0).shape == (10, 20)
+        assert device.busy > 0
 
 
 def stepped(world: World) -> tuple[list[bool], list[float]]:

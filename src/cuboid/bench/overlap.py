@@ -24,6 +24,7 @@ from cuboid.bench.layouts import Layout, ModelRunner, begin_with
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import BenchReport, Spread
 from cuboid.bench.turn import Times, slowest, take_step, timed_step, turn
+from cuboid.emulate.device import FIRST, hurry
 from cuboid.emulate.slow_motion import SlowMotion
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
@@ -143,14 +144,16 @@ BESIDE = ["beside", "exposed beside"]
 
 @contextmanager
 def on_a_core(world: World) -> Iterator[None]:
-    """Of this rank's own, where there are as many."""
-    cores = sorted(os.sched_getaffinity(0))
+    """Of this rank's own, where there are as many; before all other processes, if it may."""
+    cores, niceness = sorted(os.sched_getaffinity(0)), os.getpriority(os.PRIO_PROCESS, 0)
     if world.size <= len(cores):
         os.sched_setaffinity(0, {cores[world.rank]})
+        hurry(FIRST)
     try:
         yield
     finally:
         os.sched_setaffinity(0, cores)
+        hurry(niceness)
 
 
 def steps(world: World, layout: Layout, problem: Problem, count: int, slow: SlowMotion | None = None) -> list[Times]:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuboid.emulate.price import seconds
@@ -86,14 +87,14 @@ class Emulated(TorchDispatchMode):
             return emulated._await(lambda: wait(work, *args, **options), work.is_completed())
 
         dist.Work.wait = wait_and_note  # type: ignore[method-assign, assignment]
-        _hurry(FIRST)
+        hurry(FIRST)
         super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         dist.Work.wait = self._wait  # type: ignore[method-assign]
-        _hurry(self._niceness)
+        hurry(self._niceness)
 
     def synchronize(self) -> None:
         """The host waits for the device."""
@@ -172,6 +173,8 @@ class Emulated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for each in types:
+            if issubclass(each, FakeTensor):
+                return func(*args, **(kwargs or {}))  # DTensor's, of whole sizes, to find out a result's shape
             if hasattr(each, "__tensor_flatten__"):
                 return NotImplemented  # a wrapper such as DTensor, which calls again with the tensors inside
         handle = self._handlers.get(func)
@@ -234,7 +237,7 @@ class Emulated(TorchDispatchMode):
             return made
         for each in (made,) if isinstance(made, Tensor) else tensors(made):
             storage = each.untyped_storage()
-            size = storage.nbytes()
+            size = storage.nbytes() if storage.device.type != "meta" else 0
             if self._used + size > self._hw.memory:
                 self._count_held(size)
             self._used += size
@@ -252,7 +255,7 @@ class Emulated(TorchDispatchMode):
             )
 
 
-def _hurry(niceness: int) -> None:
+def hurry(niceness: int) -> None:
     """Raise the priority of all threads of this process, if permitted. It mostly sleeps, but must wake up in time,
     whatever else the machine does."""
     with suppress(OSError):
