@@ -27,13 +27,26 @@ from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.cost.native import native_cost
 from cuboid.plan.cost.one_d import one_d_cost
 from cuboid.plan.cost.two_d import two_d_cost
+from cuboid.plan.layer import Choice
 from cuboid.run.launch import World
 from cuboid.step.runner import At
 from cuboid.step.schedule import OFF, Schedule
 
 #: "ideal": sends the least that the algorithm needs; gloo's own collectives send more.
 Way = Literal[
-    "serial", "1-D", "1-D+SP", "2-D", "2-D ideal", "2.5-D", "FSDP×TP", "cube", "cuboid", "native", "native ideal", "DDP"
+    "serial",
+    "1-D",
+    "1-D+SP",
+    "2-D",
+    "2-D ideal",
+    "2.5-D",
+    "FSDP×TP",
+    "cube",
+    "cuboid",
+    "pipe",
+    "native",
+    "native ideal",
+    "DDP",
 ]
 
 
@@ -47,6 +60,8 @@ class Layout:
     sp: bool = True  # native: with sequence parallelism
     tuned: bool = False  # native: gathered weights stay from forward to backward, whatever the policy
     beside: bool = False  # a cuboid that runs each forward beside the previous micro-batch's backward
+    choice: Choice | None = None  # a cuboid's, as planned; None: the problem's policy, and the schedule that suits
+    micro_batches: int = 1  # that a cuboid's batch is split into
 
     @property
     def native(self) -> bool:
@@ -56,7 +71,7 @@ class Layout:
     @property
     def cuboidal(self) -> bool:
         """Whether it is one of ours, which `cuboid plan` plans."""
-        return self.way in ("cube", "cuboid", "FSDP×TP")
+        return self.way in ("cube", "cuboid", "pipe", "FSDP×TP")
 
     @property
     def by_host(self) -> bool:
@@ -80,6 +95,11 @@ class Layout:
             return f"{self.way} {k.x}×{k.y}"
         long = [axis for axis in k.order if k.sizes[axis] > 1]
         order = "" if long == sorted(long) else " " + "".join(long)
+        if self.choice is not None:
+            many = f", {self.micro_batches} micro-batches" * (self.micro_batches > 1)
+            piped = f" {k.pipe} ×", f", {self.choice.schedule.pipeline}"
+            before, after = piped if k.pipe > 1 else ("", "")
+            return f"{self.way}{before} {replace(k, pipe=1)}{after}{many}"
         return f"{self.way} {k.x},{k.y},{k.z}{order}" + ("" if self.overlap else ", nothing hidden")
 
     def cost(self, problem: Problem, rank: int) -> Cost:
@@ -92,7 +112,25 @@ class Layout:
             return one_d_cost(p.config, k, at, p.batch, p.seq, self.way == "1-D+SP")
         if self.way in ("2-D", "2-D ideal", "2.5-D"):
             return two_d_cost(p.config, k, at, p.batch, p.seq)
-        return step_cost(p.config, k, at, p.batch, p.seq, p.policy, schedule=self.schedule(p))
+        choice, count = self.chosen(p), self.count(p)
+        sizes = p.config, k, at, p.batch // self.micro_batches, p.seq, choice.policy, choice.recompute
+        found = step_cost(*sizes, schedule=choice.schedule, micro_batches=count)
+        for _ in range(count - 1):
+            found.add(step_cost(*sizes, schedule=choice.schedule, last=False))
+        return found
+
+    def count(self, problem: Problem) -> int:
+        """Micro-batches of a step."""
+        return self.micro_batches * problem.micro_batches
+
+    def chosen(self, problem: Problem) -> Choice:
+        """Of a cuboid: what was planned, or what suits its sizes and the network."""
+        if self.choice is not None:
+            return self.choice
+        if not self.cuboidal or not self.overlap:
+            return Choice(policy=problem.policy, schedule=OFF)
+        suits = suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4, problem.apart)
+        return Choice(policy=problem.policy, schedule=replace(suits, beside=self.beside))
 
     def native_options(self, problem: Problem) -> dict[str, bool]:
         """Options of `Native` and of its cost."""
@@ -100,11 +138,7 @@ class Layout:
         return {"ideal": self.way == "native ideal", "reshard": reshard, "sp": self.sp, "ddp": self.way == "DDP"}
 
     def schedule(self, problem: Problem) -> Schedule:
-        """For a cuboid, a schedule that suits its sizes and the network; for others none."""
-        if not self.cuboidal or not self.overlap:
-            return OFF
-        suits = suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4, problem.apart)
-        return replace(suits, beside=self.beside)
+        return self.chosen(problem).schedule
 
     def parallel(self, problem: Problem, mesh: Mesh) -> Parallel:
         if self.way == "serial":
@@ -113,7 +147,8 @@ class Layout:
             return OneD(problem.config, mesh, self.way == "1-D+SP")
         if self.way in ("2-D", "2-D ideal", "2.5-D"):
             return TwoD(problem.config, mesh)
-        return CuboidParallel(problem.config, mesh, problem.policy, schedule=self.schedule(problem))
+        choice = self.chosen(problem)
+        return CuboidParallel(problem.config, mesh, choice.policy, schedule=choice.schedule)
 
     def runner(self, problem: Problem, world: World) -> "LayoutRunner":
         return NativeRunner(self, problem, world) if self.native else ModelRunner(self, problem, world)
@@ -158,17 +193,20 @@ class ModelRunner:
             share_device=world.crowded,
         )
         self._parallel = layout.parallel(problem, self.mesh)
-        self.module = Transformer(self._parallel, problem.seed)
+        self.module = Transformer(self._parallel, problem.seed, recompute=layout.chosen(problem).recompute)
         self.optimizer: torch.optim.Optimizer = adamw(self.module)
-        self.ledger, self._micro_batches = self.mesh.ledger, problem.micro_batches
+        self.ledger, self._layout, self._problem = self.mesh.ledger, layout, problem
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The loss. With several micro-batches it runs the backwards too; the returned loss then has none left."""
-        place = self._parallel.place(*tokens.shape)
-        ids, wanted = place.take(tokens, 0), place.take(targets, -100)
-        if self._micro_batches > 1:
-            return self.module.play([(ids, At(place, wanted))] * self._micro_batches)[-1].requires_grad_()
-        loss: Tensor = self.module(ids, wanted, place)
+        of, split = self._layout, self._layout.micro_batches
+        place = self._parallel.place(len(tokens) // split, tokens.shape[1])
+        parts = zip(tokens.chunk(split), targets.chunk(split), strict=True)
+        taken = [(place.take(ids, 0), place.take(wanted, -100)) for ids, wanted in parts]
+        if of.count(self._problem) > 1 or of.shape.pipe > 1:
+            batches = [(ids, At(place, wanted)) for ids, wanted in taken] * self._problem.micro_batches
+            return self.module.play(batches)[-1].requires_grad_()
+        loss: Tensor = self.module(*taken[0], place)
         return loss
 
     def clip(self) -> None:

@@ -18,8 +18,8 @@ from cuboid.bench.turn import take_step
 from cuboid.comm.ledger import Span
 from cuboid.emulate.device import UNLIMITED, Device, Emulated
 from cuboid.plan.hardware import Hardware
-from cuboid.plan.layer import Choice, Work
-from cuboid.plan.search import predict
+from cuboid.plan.layer import Work
+from cuboid.plan.search import Plan, predict
 from cuboid.plan.shared import tape_of
 from cuboid.plan.sizes import groups
 from cuboid.plan.tape import Message
@@ -34,10 +34,15 @@ NATIVE_AXES = {"fsdp": "x", "tp": "y"}  # their places in the layout's shape
 def planned_seconds(hw: Hardware, layout: Layout, problem: Problem) -> float:
     """Seconds per step, with the links and devices of `hw`."""
     if layout.cuboidal:
-        choice = Choice(policy=problem.policy, schedule=layout.schedule(problem))
-        work = Work(problem.config, problem.batch, problem.seq, "fp32")
-        return predict(hw, work, layout.shape, choice, overlap=layout.overlap).seconds
+        return predicted(hw, layout, problem).seconds
     return played_seconds(hw, layout, problem)
+
+
+def predicted(hw: Hardware, layout: Layout, problem: Problem) -> Plan:
+    """The plan of a cuboid, or of a pipe of cuboids."""
+    batch, count = problem.batch // layout.micro_batches, layout.count(problem)
+    work = Work(problem.config, batch, problem.seq, "fp32", count)
+    return predict(hw, work, layout.shape, layout.chosen(problem), overlap=layout.overlap)
 
 
 def played_seconds(hw: Hardware, layout: Layout, problem: Problem) -> float:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullLocator
@@ -21,6 +22,7 @@ COLOURS = {
     "FSDP×TP": "#2e8540",
     "cube": "#6aa0d8",
     "cuboid": "#1f5fa8",
+    "pipe": "#a83279",
     "native": "#8a4f9e",
     "native ideal": "#c79bd4",
     "DDP": "#5b2a6e",
@@ -73,6 +75,64 @@ def draw_pairs(names: Sequence[str], real: Sequence[Spread], emulated: Sequence[
     figure.legend(frameon=False, loc="outside upper right", ncols=2)
     figure.suptitle("cuboid bench emulation: cores against emulated devices", x=0.01, ha="left")
     return _save(figure, folder / "emulation")
+
+
+class Bubble(NamedTuple):
+    """The share of a step in which the ranks of a pipeline are idle: as measured, and as said beforehand."""
+
+    panel: str
+    schedule: str
+    measured: Spread
+    formula: float
+    textbook: float
+    planned: float | None
+
+
+def draw_bubbles(title: str, bubbles: Sequence[Bubble], stem: Path) -> list[Path]:
+    """A panel for each number of ranks, a bar for each schedule with its quartiles, as PNG and as SVG."""
+    names = list(dict.fromkeys(bubble.panel for bubble in bubbles))
+    figure = Figure(figsize=(4 + 3 * len(names), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    marks = (("formula", "_", 900, "black"), ("textbook", "D", 30, "#d1700f"), ("planned", "x", 45, "#2e8540"))
+    for axes, name in zip(panels, names, strict=True):
+        here = [bubble for bubble in bubbles if bubble.panel == name]
+        places, spreads = range(len(here)), [bubble.measured for bubble in here]
+        heights, errors = [100 * s.median for s in spreads], 100 * np.array(_error_bars(spreads))
+        axes.bar(places, heights, 0.6, yerr=errors, capsize=3, color="#6aa0d8", label="measured, quartiles")
+        for what, marker, size, colour in marks:
+            known = [(i, getattr(each, what)) for i, each in enumerate(here) if getattr(each, what) is not None]
+            values = [100 * value for _, value in known]
+            axes.scatter([i for i, _ in known], values, size, colour, marker=marker, label=what, zorder=3)
+        axes.set_xticks(places, [bubble.schedule for bubble in here], rotation=30, ha="right")
+        axes.set_title(name, fontsize="medium")
+        axes.grid(axis="y", alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("% of a step in which ranks are idle")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=4)
+    figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
+    return _save(figure, stem)
+
+
+def draw_planned(
+    title: str, names: Sequence[str], steps: Sequence[Spread], planned: Sequence[float], stem: Path
+) -> list[Path]:
+    """Steps as measured, with their quartiles, and as planned, as PNG and as SVG."""
+    figure = Figure(figsize=(9, 1.5 + 0.6 * len(names)), layout="constrained")
+    axes, places = figure.subplots(), range(len(names))
+    colours = [COLOURS[name.partition(" ")[0]] for name in names]
+    axes.barh(places, [step.median for step in steps], 0.6, xerr=_error_bars(steps), capsize=3, color=colours)
+    axes.scatter(planned, places, 400, "black", marker="|", label="planned", zorder=3)
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step: median and quartiles")
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside upper right")
+    figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
+    return _save(figure, stem)
 
 
 _ABOVE: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": "small"}

@@ -269,21 +269,72 @@ def accuracy(
 def pipeline(
     ctx: typer.Context,
     ranks: Annotated[str, _option("Numbers of ranks, one per stage, such as 2,4,8.", MACHINE)] = "2,4,8",
-    hidden: HIDDEN = 256,
+    hidden: Annotated[
+        int | None, _option("Width of the residual stream; 256, or with --cores 1024 if left out.", MODEL, 1)
+    ] = None,
     emulate: Annotated[str, _option("The device, as of cuboid bench layouts; '': the benchmark's own.", MACHINE)] = "",
+    cores: Annotated[
+        bool,
+        typer.Option(
+            "--cores",
+            help="Compute on two hosts of a rank and a core each. It needs root, and a machine that is otherwise idle.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = False,
     rounds: ROUNDS = 3,
-    only: ONLY = None,
+    only: Annotated[
+        list[str] | None, _option("Only schedules whose name begins so; may be given several times.", RUN)
+    ] = None,
     quick: SMALLER = False,
     out: OUT = Path("bench"),
 ) -> None:
     """How long the ranks of a pipeline are idle, under each schedule, on emulated devices. With --quick: 2,4 ranks, 1
     round."""
     _alone("pipeline")
-    sizes = _whole_numbers(_unless_quick(ctx, "ranks", quick, "2,4"))
+    if cores and (emulate or _is_given(ctx, "ranks")):
+        raise ValueError("--cores has two ranks that compute; leave out --ranks and --emulate")
+    sizes = [2] if cores else _whole_numbers(_unless_quick(ctx, "ranks", quick, "2,4"))
     from cuboid.bench.pipeline import pipeline as run
 
     turns = _unless_quick(ctx, "rounds", quick, 1)
-    if not run(sizes, turns, out, _console(), only or [""], hidden, emulate):
+    if not run(sizes, turns, out, _console(), only or [""], hidden or (1024 if cores else 256), emulate, cores):
+        raise typer.Exit(1)
+
+
+@app.command(cls=Command)
+def groups(
+    ctx: typer.Context,
+    ranks: Annotated[int, _option("Number of ranks; they fill two groups of hosts.", MACHINE, 2)] = 8,
+    emulate: Annotated[
+        str,
+        _option(
+            "Devices, hosts and groups of hosts, as of cuboid bench layouts, with node=, group= and uplink=; '': two "
+            "groups of two hosts of two devices, whose link is ten times slower than a host's.",
+            MACHINE,
+        ),
+    ] = "",
+    layers: LAYERS = 4,
+    hidden: HIDDEN = 256,
+    heads: HEADS = 16,
+    vocab: VOCAB = 512,
+    batch: BATCH = 8,
+    seq: SEQ = 256,
+    top: Annotated[int, _option("How many of the fastest shapes, as planned, of each kind.", RUN, 1)] = 2,
+    rounds: ROUNDS = 3,
+    quick: SMALLER = False,
+    out: OUT = Path("bench"),
+) -> None:
+    """Two groups of hosts joined by a slow link: the best pipe × cuboid against the best cuboid. With --quick: --top 1,
+    1 round."""
+    _alone("groups")
+    from cuboid.bench.groups import CLUSTER
+    from cuboid.bench.groups import groups as run
+    from cuboid.bench.problem import Problem
+    from cuboid.model.config import ModelConfig
+
+    best, turns = (_unless_quick(ctx, name, quick, 1) for name in ("top", "rounds"))
+    model = ModelConfig("gpt2", layers, hidden, heads, vocab, context=seq, tied=False)
+    if not run(Problem(model, batch, seq), emulate or CLUSTER, ranks, best, turns, out, _console())[1]:
         raise typer.Exit(1)
 
 
