@@ -28,7 +28,10 @@ def commands() -> str:
 
 
 def _command(command: Any, name: str) -> list[str]:
-    lines = [f"## `{name}`", "", _prose(command.help or ""), ""]
+    text, _, examples = (command.help or "").partition("\n\nExample")
+    lines = [f"## `{name}`", "", _prose(text), ""]
+    if examples:
+        lines += ["```text", *(line.strip() for line in examples.split("\n")[1:]), "```", ""]
     options = [each for each in command.params if not getattr(each, "hidden", False)]
     if options and name != "cuboid":
         lines += ["| argument or option | default | meaning |", "|---|---|---|"]
@@ -42,9 +45,11 @@ def _command(command: Any, name: str) -> list[str]:
 def _row(parameter: Any) -> str:
     names = [*parameter.opts, *parameter.secondary_opts] if parameter.param_type_name == "option" else [parameter.name]
     shown = " ".join(f"`{name}`" for name in names)
+    said = getattr(parameter, "show_default", None)
     default = parameter.default
     empty = default in (None, "", ()) or default is False or callable(default) or "Sentinel" in type(default).__name__
-    return f"| {shown} | {'' if empty else f'`{default}`'} | {_cell(getattr(parameter, 'help', '') or '')} |"
+    meant = said if isinstance(said, str) else "" if empty else f"`{default}`"
+    return f"| {shown} | {meant} | {_cell(getattr(parameter, 'help', '') or '')} |"
 
 
 def sections() -> str:
@@ -77,5 +82,5 @@ def _cell(text: str) -> str:
 
 def _prose(text: str) -> str:
     """Help as Markdown: paragraphs stay, angle brackets and stars are not markup."""
-    text = re.sub(r"(?<!\n)\n(?!\n)", " ", text.replace("\f", ""))
+    text = re.sub(r"(?<!\n)\n(?![\n ])", " ", text.replace("\f", ""))
     return re.sub(r"([<>*_])", r"\\\1", text)

@@ -105,11 +105,10 @@ def parse_bash(text: str) -> None:
 
 def parse_command(group: Any, words: list[str], line: str) -> None:
     context = group.make_context("cuboid", words[:1], resilient_parsing=True)
-    command = group.get_command(context, words[0])
-    assert command is not None, line
+    name, command, rest = group.resolve_command(context, words)
     if hasattr(command, "get_command"):
-        return parse_command(command, words[1:], line)
-    with command.make_context(words[0], words[1:], parent=context):
+        return parse_command(command, rest, line)
+    with command.make_context(name, rest, parent=context):
         pass
 
 

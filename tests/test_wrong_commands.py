@@ -1,12 +1,19 @@
 """Wrong command lines that a newcomer would type: each is answered in one or two sentences that lead to a right one,
 and none of them loads torch, nor does help."""
 
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import Cuboid
+from typer.main import get_command
+
+from cuboid.cli import app
+from cuboid.cli.group import GROUPS
 
 HEAVY = ("torch", "matplotlib", "transformers", "tokenizers", "tensorboard")
 
@@ -80,3 +87,45 @@ for typed in {LIGHT!r}:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command by the words that name it."""
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        yield f"cuboid {name}", command
+        for child, found in getattr(command, "commands", {}).items():
+            yield f"cuboid {name} {child}", found
+
+
+def test_help_groups_and_explains_every_option() -> None:
+    """Defaults are shown as they are, or in words where a value stands for something else."""
+    for name, command in commands():
+        for param in command.params:
+            assert param.help, (name, param.name)
+            assert (
+                param.default not in (0, -1)
+                or param.name == "seed"
+                or isinstance(param.show_default, str)
+                or (isinstance(param.default, float | bool))
+            ), (name, param.name)
+
+
+def test_help_has_examples_that_parse() -> None:
+    """Those of ours, and those that torchrun starts."""
+    for name, command in commands():
+        lines = [line.strip() for line in command.help.partition("\n\nExample")[2].splitlines()[1:]]
+        assert lines or hasattr(command, "commands") or name.startswith(("cuboid bench", "cuboid checkpoint")), name
+        for line in lines:
+            words = shlex.split(line.partition(" > ")[0])
+            words = words[words.index("cuboid") + 1 :]
+            group = get_command(app)
+            context = group.make_context("cuboid", words, resilient_parsing=True)
+            found, child, rest = group.resolve_command(context, words)  # type: ignore[attr-defined]
+            with child.make_context(found, rest, parent=context):
+                pass
+
+
+def test_list_of_commands_knows_what_each_does() -> None:
+    """It is written apart from the commands, which are imported when they are called."""
+    for name, (_, summary) in (item for group in GROUPS.values() for item in group.items()):
+        assert get_command(app).commands[name].help.startswith(summary), name  # type: ignore[attr-defined]

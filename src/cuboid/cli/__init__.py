@@ -9,45 +9,20 @@ from rich.console import Console
 from rich.text import Text
 
 from cuboid import __version__
-from cuboid.cli.bench import app as bench
-from cuboid.cli.calibrate import calibrate
-from cuboid.cli.checkpoint import app as checkpoint
-from cuboid.cli.command import Command, explain
-from cuboid.cli.config import config
-from cuboid.cli.convert import export, import_
-from cuboid.cli.data import app as data
-from cuboid.cli.demo import demo
-from cuboid.cli.doctor import doctor
-from cuboid.cli.eval import eval_
-from cuboid.cli.plan import plan
-from cuboid.cli.sample import sample
+from cuboid.cli.command import explain
+from cuboid.cli.group import Commands
 from cuboid.cli.say import warn
-from cuboid.cli.train import train
-from cuboid.cli.verify import verify
 from cuboid.run.errors import RankError, RunError
 from cuboid.run.started import is_first_of_host
 from cuboid.train.keys import RenamedKey
 
 app = typer.Typer(
     name="cuboid",
+    cls=Commands,
     help="Train Transformers too big for one device on any x × y × z block of devices.",
-    epilog="Begin with: cuboid train (a demo), cuboid plan llama-3-8b --ranks 64, cuboid config --show.",
+    epilog="Begin with: cuboid demo, cuboid train, cuboid plan llama-3-8b --ranks 64, cuboid config.",
     pretty_exceptions_enable=False,
 )
-app.command(cls=Command)(demo)
-app.command(cls=Command)(train)
-app.command(cls=Command)(sample)
-app.command("eval", cls=Command)(eval_)
-app.command("import", cls=Command)(import_)
-app.command(cls=Command)(export)
-app.command(cls=Command)(doctor)
-app.command(cls=Command)(verify)
-app.command(cls=Command)(plan)
-app.command(cls=Command)(calibrate)
-app.command(cls=Command)(config)
-app.add_typer(bench, name="bench")
-app.add_typer(data, name="data")
-app.add_typer(checkpoint, name="checkpoint")
 
 
 @app.callback(invoke_without_command=True)

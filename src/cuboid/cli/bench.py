@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cuboid.cli.command import Command, one_of
+from cuboid.cli.command import Command, Group, one_of
+from cuboid.cli.option import option
 from cuboid.run.started import is_first, under_torchrun
 
-app = typer.Typer(name="bench", add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="bench", cls=Group, add_completion=False)
 
 
 @dataclass(frozen=True)
@@ -49,51 +50,52 @@ PAPER = {
 MODEL, MACHINE, RUN = "Model and batch", "Ranks and network", "Measurement"
 
 
-def _option(words: str, panel: str, least: int | None = None) -> Any:
-    return typer.Option(help=words, min=least, rich_help_panel=panel)
-
-
-RANKS = Annotated[str, _option("Numbers of ranks, such as 8,64.", MACHINE)]
-HOSTS = Annotated[int | None, _option("Emulated hosts, instead of --ranks.", MACHINE, 1)]
-PER_HOST = Annotated[int, _option("Ranks on each host.", MACHINE, 1)]
-RATE = Annotated[str, _option("Each host's link, such as 25mbit; several are a sweep; '' is unshaped.", MACHINE)]
+RANKS = Annotated[str, option("Numbers of ranks, such as 8,64.", MACHINE)]
+HOSTS = Annotated[int | None, option("Emulated hosts, instead of --ranks.", MACHINE, 1)]
+PER_HOST = Annotated[int, option("Ranks on each host.", MACHINE, 1)]
+RATE = Annotated[str, option("Each host's link, such as 25mbit; several are a sweep; '' is unshaped.", MACHINE)]
 EMULATE = Annotated[
     str,
-    _option(
+    option(
         "Time local work instead of doing it, and send real messages over slowed links: paper, a preset of cuboid plan "
         "and a factor (v100-edr/2000), figures (fp32=2e9,stream=1e9,between=50mbit) or a file of cuboid calibrate. All "
         "figures: docs/emulation.md.",
         MACHINE,
     ),
 ]
-LAYERS = Annotated[int, _option("Transformer blocks.", MODEL, 1)]
-HIDDEN = Annotated[int, _option("Width of the residual stream.", MODEL, 1)]
-FIRST_HIDDEN = Annotated[int, _option("Width of the residual stream, on the fewest ranks.", MODEL, 1)]
-HEADS = Annotated[int, _option("Attention heads; they must divide --hidden.", MODEL, 1)]
-VOCAB = Annotated[int, _option("Tokens in the vocabulary.", MODEL, 1)]
-BATCH = Annotated[int, _option("Sequences per step, over all ranks.", MODEL, 1)]
-FIRST_BATCH = Annotated[int, _option("Sequences per step, over all ranks, on the fewest ranks.", MODEL, 1)]
-SEQ = Annotated[int, _option("Tokens per sequence.", MODEL, 1)]
-ACTIVATIONS = Annotated[str, _option("Cuboids retain gathered activations for backward, or regather them.", MODEL)]
-WEIGHTS = Annotated[str, _option("Gathered weights are kept for backward (retain), or gathered again.", MODEL)]
-ROUNDS = Annotated[int, _option("How often each layout has its turn.", RUN, 1)]
-STEPS = Annotated[int, _option("Steps timed per turn.", RUN, 1)]
+LAYERS = Annotated[int, option("Transformer blocks.", MODEL, 1)]
+HIDDEN = Annotated[int, option("Width of the residual stream.", MODEL, 1)]
+FIRST_HIDDEN = Annotated[int, option("Width of the residual stream, on the fewest ranks.", MODEL, 1)]
+HEADS = Annotated[int, option("Attention heads; they must divide --hidden.", MODEL, 1)]
+VOCAB = Annotated[int, option("Tokens in the vocabulary.", MODEL, 1)]
+BATCH = Annotated[int, option("Sequences per step, over all ranks.", MODEL, 1)]
+FIRST_BATCH = Annotated[int, option("Sequences per step, over all ranks, on the fewest ranks.", MODEL, 1)]
+SEQ = Annotated[int, option("Tokens per sequence.", MODEL, 1)]
+ACTIVATIONS = Annotated[str, option("Cuboids retain gathered activations for backward, or regather them.", MODEL)]
+WEIGHTS = Annotated[str, option("Gathered weights are kept for backward (retain), or gathered again.", MODEL)]
+ROUNDS = Annotated[int, option("How often each layout has its turn.", RUN, 1)]
+STEPS = Annotated[int, option("Steps timed per turn.", RUN, 1)]
 ONLY = Annotated[
     list[str] | None,
-    _option("Only layouts whose name begins so, such as 'cuboid 2,' or 2-D; may be given several times.", RUN),
+    option("Only layouts whose name begins so, such as 'cuboid 2,' or 2-D; may be given several times.", RUN),
 ]
-SMALLER = Annotated[bool, typer.Option("--quick", help="Smaller and fewer: minutes, and rough.", rich_help_panel=RUN)]
-OUT = Annotated[Path, _option("Folder for the JSON and the pictures.", RUN)]
+SMALLER = Annotated[bool, option("Smaller and fewer: minutes, and rough.", RUN, flag="--quick")]
+OUT = Annotated[Path, option("Folder for the JSON and the pictures.", RUN)]
 
 
 @app.callback()
 def bench() -> None:
-    """Time ways of spreading one model over the same ranks: step, bytes, memory, against one another.
+    """Time cuboids against other parallelisms on the same ranks.
 
-    Layouts take turns, round after round; medians and quartiles are shown; everything goes to JSON, PNG and SVG. With
-    --rate the ranks live on emulated hosts with shaped links (needs root); without, on this machine's loopback. With
-    --emulate their devices are emulated too, so that many ranks can share a core: see docs/emulation.md. On a cluster:
-    torchrun … -m cuboid bench layouts --ranks 64.
+    Layouts take turns, round after round; medians and quartiles of step, bytes and memory are shown; everything goes to
+    JSON, PNG and SVG. With --rate the ranks live on emulated hosts with shaped links (needs root); without, on this
+    machine's loopback. With --emulate their devices are emulated too, so that many ranks can share a core; see
+    docs/emulation.md.
+
+    Examples:
+      cuboid bench layouts --quick
+      cuboid bench strong --rate 25mbit --only 'cuboid 2,'
+      torchrun … -m cuboid bench layouts --ranks 64
     """
 
 
@@ -183,7 +185,7 @@ def overlap(
     batch: BATCH = 16,
     micro_batches: Annotated[
         int,
-        _option(
+        option(
             "Micro-batches of a step, of --batch sequences each. With several, the forward of each also runs beside "
             "the backward of the one before it.",
             MODEL,
@@ -217,7 +219,7 @@ def emulation(
     hidden: HIDDEN = 1024,
     batch: BATCH = 32,
     emulate: Annotated[
-        str, _option("A file of cuboid calibrate for two ranks; without, the cores are calibrated first.", MACHINE)
+        str, option("A file of cuboid calibrate for two ranks; without, the cores are calibrated first.", MACHINE)
     ] = "",
     rounds: ROUNDS = 7,
     only: ONLY = None,
@@ -236,7 +238,7 @@ def emulation(
 @app.command(cls=Command)
 def cpu(
     ctx: typer.Context,
-    ranks: Annotated[int, _option("Number of ranks.", MACHINE, 1)] = 8,
+    ranks: Annotated[int, option("Number of ranks.", MACHINE, 1)] = 8,
     hidden: HIDDEN = 1024,
     rounds: ROUNDS = 5,
     only: ONLY = None,
@@ -253,7 +255,7 @@ def cpu(
 @app.command(cls=Command)
 def accuracy(
     ctx: typer.Context,
-    steps: Annotated[int, _option("Steps trained.", RUN, 1)] = 200,
+    steps: Annotated[int, option("Steps trained.", RUN, 1)] = 200,
     only: ONLY = None,
     quick: SMALLER = False,
     out: OUT = Path("bench"),
@@ -268,22 +270,22 @@ def accuracy(
 @app.command(cls=Command)
 def pipeline(
     ctx: typer.Context,
-    ranks: Annotated[str, _option("Numbers of ranks, one per stage, such as 2,4,8.", MACHINE)] = "2,4,8",
+    ranks: Annotated[str, option("Numbers of ranks, one per stage, such as 2,4,8.", MACHINE)] = "2,4,8",
     hidden: Annotated[
-        int | None, _option("Width of the residual stream; 256, or with --cores 1024 if left out.", MODEL, 1)
+        int | None, option("Width of the residual stream.", MODEL, 1, otherwise="256, or with --cores 1024")
     ] = None,
-    emulate: Annotated[str, _option("The device, as of cuboid bench layouts; '': the benchmark's own.", MACHINE)] = "",
+    emulate: Annotated[str, option("The device, as of cuboid bench layouts; '': the benchmark's own.", MACHINE)] = "",
     cores: Annotated[
         bool,
-        typer.Option(
-            "--cores",
-            help="Compute on two hosts of a rank and a core each. It needs root, and a machine that is otherwise idle.",
-            rich_help_panel=MACHINE,
+        option(
+            "Compute on two hosts of a rank and a core each. It needs root, and a machine that is otherwise idle.",
+            MACHINE,
+            flag="--cores",
         ),
     ] = False,
     rounds: ROUNDS = 3,
     only: Annotated[
-        list[str] | None, _option("Only schedules whose name begins so; may be given several times.", RUN)
+        list[str] | None, option("Only schedules whose name begins so; may be given several times.", RUN)
     ] = None,
     quick: SMALLER = False,
     out: OUT = Path("bench"),
@@ -304,10 +306,10 @@ def pipeline(
 @app.command(cls=Command)
 def groups(
     ctx: typer.Context,
-    ranks: Annotated[int, _option("Number of ranks; they fill two groups of hosts.", MACHINE, 2)] = 8,
+    ranks: Annotated[int, option("Number of ranks; they fill two groups of hosts.", MACHINE, 2)] = 8,
     emulate: Annotated[
         str,
-        _option(
+        option(
             "Devices, hosts and groups of hosts, as of cuboid bench layouts, with node=, group= and uplink=; '': two "
             "groups of two hosts of two devices, whose link is ten times slower than a host's.",
             MACHINE,
@@ -319,7 +321,7 @@ def groups(
     vocab: VOCAB = 512,
     batch: BATCH = 8,
     seq: SEQ = 256,
-    top: Annotated[int, _option("How many of the fastest shapes, as planned, of each kind.", RUN, 1)] = 2,
+    top: Annotated[int, option("How many of the fastest shapes, as planned, of each kind.", RUN, 1)] = 2,
     rounds: ROUNDS = 3,
     quick: SMALLER = False,
     out: OUT = Path("bench"),

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cuboid.cli.option import JSON, option
 from cuboid.dtypes import COMPUTED, known
 from cuboid.plan.source import model as load_model
 from cuboid.train.progress import quantity
@@ -21,21 +22,27 @@ if TYPE_CHECKING:
 
 def calibrate(
     out: Annotated[Path, typer.Argument(help="The hardware file to write.")] = Path("hardware.json"),
-    ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun: as many as it started.", min=1)] = 8,
-    model: Annotated[str, typer.Option(help="Products of this model's shapes: a preset or a config.json.")] = "",
-    tokens: Annotated[
-        int, typer.Option(help="Tokens of a rank at a time, 64 or more; 0: 512 on a CPU, 8192 on a GPU.", min=0)
-    ] = 0,
-    dtype: Annotated[
-        str, typer.Option(help=f"One of {', '.join(COMPUTED)}; if left out, fp32 on a CPU, bf16 on a GPU.")
+    ranks: Annotated[int, option("Ranks to start here; under torchrun: as many as it started.", None, 1)] = 8,
+    model: Annotated[
+        str, option("Time matmuls of this model's shapes: a preset or a config.json.", otherwise="common shapes")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    tokens: Annotated[
+        int | None,
+        option("Tokens per rank in a matmul, 64 or more.", None, 0, otherwise="512 on a CPU, 8192 on a GPU"),
+    ] = None,
+    dtype: Annotated[str, option(f"One of {', '.join(COMPUTED)}.", otherwise="fp32 on a CPU, bf16 on a GPU")] = "",
+    as_json: JSON = False,
 ) -> None:
-    """Measure products, copies, attention, every collective on every size of axis with all groups at once, compute
-    beside communication, and a real layer; write a hardware file for cuboid plan --hardware.
+    """Measure this machine or cluster for cuboid plan.
 
-    On a cluster: torchrun --nproc-per-node 8 … -m cuboid calibrate --ranks 64
+    Measured are matmuls, copies, attention, every collective on every size of axis with all groups at once, compute
+    beside communication, and a real layer. The hardware file that is written is for cuboid plan --hardware.
+
+    Examples:
+      cuboid calibrate mine.json --ranks 8
+      torchrun --nproc-per-node 8 -m cuboid calibrate mine.json --ranks 8
     """
+    tokens = tokens or 0
     dtype = known(dtype, COMPUTED) if dtype else ""
     from cuboid.plan.calibrate import across_hosts
     from cuboid.plan.calibrate import calibrate as calibrate_on_rank

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.cli.bar import bar
-from cuboid.cli.command import Command
+from cuboid.cli.command import Command, Group
+from cuboid.cli.option import JSON, option
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.train.progress import duration, quantity
 
-app = typer.Typer(name="checkpoint", add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="checkpoint", cls=Group, add_completion=False)
 
 RUN = Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")]
-JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.callback()
@@ -106,8 +106,8 @@ def damage(path: Path, console: Console) -> list[str]:
 @app.command(cls=Command)
 def prune(
     run: Annotated[Path, typer.Argument(help="A run folder in which nothing is being written.")],
-    keep: Annotated[int, typer.Option(help="How many good ones to keep, the newest.", min=1)] = 2,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+    keep: Annotated[int, option("Newest good checkpoints to keep.", None, 1)] = 2,
+    dry_run: Annotated[bool, option("Only print what would be removed.", flag="--dry-run")] = False,
 ) -> None:
     """Remove all but the newest good checkpoints: older ones, damaged ones, and what killed runs have left of others.
 

@@ -1,24 +1,23 @@
 """How every command reads its words: flags of earlier versions are read with a warning, and each wrong command line is
 answered in one or two sentences that lead to a right one."""
 
+import inspect
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from cuboid.cli.say import warn
-from cuboid.train.config import TrainConfig
-from cuboid.train.keys import keys
 
 #: Flags by their names in earlier versions.
 RENAMED = {"--data": "--replicas", "--devices": "--ranks", "--precision": "--dtype", "--parts": "--sub-batches"}
 
 #: What people type for a command.
 COMMANDS = {
-    **dict.fromkeys(("run", "fit", "pretrain", "finetune", "fine-tune", "start", "demo"), "train"),
+    **dict.fromkeys(("run", "fit", "pretrain", "finetune", "fine-tune", "start"), "train"),
     **dict.fromkeys(("generate", "infer", "complete"), "sample"),
     **dict.fromkeys(("evaluate", "perplexity"), "eval"),
     **dict.fromkeys(("benchmark", "compare"), "bench"),
@@ -49,12 +48,54 @@ FLAGS = {
 }
 
 
-class Command(TyperCommand):
+#: How help names the kind of value that an option takes.
+KINDS = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: ""}
+
+
+class Readable:
+    """Mixed into commands: paragraphs of help are wrapped by the terminal, and kinds of values have short names."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.help = unwrapped(kwargs.get("help"))
+        for param in self.params:  # type: ignore[attr-defined]
+            _name_kind(param)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        found = super().get_help_option(ctx)  # type: ignore[misc]
+        if found is not None:
+            _name_kind(found)
+        return found
+
+
+class Command(Readable, TyperCommand):
     """A command that reads flags by their earlier names too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {flag for param in self.params for flag in param.opts}
         return super().parse_args(ctx, [_current(word, known) for word in args])
+
+
+class Group(Readable, TyperGroup):
+    """A command with commands of its own."""
+
+
+def _name_kind(param: Any) -> None:
+    if param.param_type_name == "option" and param.metavar is None:
+        kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
+        param.metavar = KINDS.get((*get_args(kind), kind)[0])
+
+
+def unwrapped(text: str | None) -> str:
+    """Help as paragraphs of one line each, which a terminal wraps at its own width. Indented lines stay as they are.
+
+    >>> print(unwrapped("One\\nline.\\n\\nExamples:\\n  cuboid train"))
+    One line.
+    <BLANKLINE>
+    Examples:
+      cuboid train
+    """
+    return re.sub(r"(?<!\n)\n(?![\n ])", " ", inspect.cleandoc(text or ""))
 
 
 def one_of(flag: str, value: str, choices: Sequence[str]) -> None:
@@ -96,7 +137,8 @@ def explain(error: Any) -> str:
         return f"{path} needs {what}: {(error.param.help or '').rstrip('.')}. {path} --help shows how"
     if hasattr(error, "param"):
         what = error.param.opts[0] if error.param.opts[0].startswith("-") else error.param.name.upper()
-        return f"{what}: {error.message.rstrip('.')}; {path} --help shows what it takes"
+        rule = error.message.rstrip(".").replace("Input should be", "it must be")
+        return f"{what}: {rule}; {path} --help shows what it takes"
     if hasattr(command, "list_commands"):
         names = command.list_commands(ctx)
         typed = re.search(r"No such command '(.*?)'", message)
@@ -129,6 +171,9 @@ def _flag_hint(typed: str, flags: Sequence[str], path: str) -> str:
     if near := get_close_matches(typed, flags, 1, 0.75):
         return f"did you mean {near[0]}?"
     if "--set" in flags:
+        from cuboid.train.config import TrainConfig
+        from cuboid.train.keys import keys
+
         name = word.replace("-", "_")
         for key, each in keys(TrainConfig).items():
             if name in (key.rpartition(".")[2], *each.rule.also):

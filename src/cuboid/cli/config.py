@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cuboid.cli.option import JSON, PRESET, SET, option
 from cuboid.model.presets import PRESETS
 from cuboid.train.config import TrainConfig, load, resolved_toml
 from cuboid.train.keys import keys, value_of
@@ -15,18 +16,22 @@ from cuboid.train.progress import quantity
 
 
 def config(
-    file: Annotated[Path | None, typer.Argument(help="A configuration; the embedded defaults if left out.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
-    ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print every key; what happens anyway.")] = False,
-    preset: Annotated[str, typer.Option(help="Begin with the sizes of a known model.")] = "",
-    presets: Annotated[bool, typer.Option("--presets", help="List the known models instead.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    file: Annotated[Path | None, typer.Argument(help="A TOML file of a run. Left out: the defaults.")] = None,
+    overrides: SET = None,
+    show: Annotated[bool, option("Print every key; this is the default.", flag="--show")] = False,
+    preset: PRESET = "",
+    presets: Annotated[bool, option("List the known models instead.", flag="--presets")] = False,
+    as_json: JSON = False,
 ) -> None:
-    """Print every key of a training run with its value and meaning, as TOML that cuboid train takes.
+    """Print every key of a training run with its value and meaning, as TOML.
 
-    A file and --set are checked as cuboid train checks them: exit code 2 and the reason if they cannot run.
+    cuboid train takes the output as its configuration. A file and --set are checked as cuboid train checks them: exit
+    code 2 and the reason if they cannot run.
+
+    Examples:
+      cuboid config > mine.toml
+      cuboid config mine.toml --set optimizer.lr=1e-3
+      cuboid config --presets
     """
     if presets:
         list_presets(as_json)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from cuboid.cli.bar import bar
+from cuboid.cli.option import ON_CUBOID, option
 from cuboid.dtypes import EXPORTED, known
 from cuboid.mesh.cuboid import Cuboid
 
@@ -19,17 +20,18 @@ if TYPE_CHECKING:
     from cuboid.run.launch import World
     from cuboid.train.origin import Origin
 
-CUBOID = Annotated[str, typer.Option(help="x,y,z to run on; one process unless given.")]
-
 
 def import_(
     folder: Annotated[Path, typer.Argument(help="A Hugging Face folder: config.json and safetensors.")],
     out: Annotated[Path, typer.Argument(help="The run folder to make, with one checkpoint.")],
-    cuboid: CUBOID = "1,1,1",
+    cuboid: ON_CUBOID = "1,1,1",
 ) -> None:
     """Turn a Hugging Face folder into a checkpoint that loads on any cuboid.
 
     Training needs no such step: model.pretrained takes the folder itself.
+
+    Example:
+      cuboid import folder runs/imported
     """
     shape = Cuboid.parse(cuboid)
     from cuboid.model.hf.architecture import model_config
@@ -72,12 +74,18 @@ def export(
     model: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
     out: Annotated[Path, typer.Argument(help="The Hugging Face folder to make.")],
     dtype: Annotated[
-        str, typer.Option(help=f"Of the weights: {', '.join(EXPORTED)}. Left out: as they were imported, or fp32.")
+        str, option(f"Of the weights: {', '.join(EXPORTED)}.", otherwise="as they were imported, else fp32")
     ] = "",
-    shard_gb: Annotated[float, typer.Option(help="Most of a file, in GB (10⁹ bytes).", min=1e-6)] = 5.0,
-    cuboid: CUBOID = "1,1,1",
+    shard_gb: Annotated[float, option("Largest file, in GB (10⁹ bytes).", None, 1e-6)] = 5.0,
+    cuboid: ON_CUBOID = "1,1,1",
 ) -> None:
-    """Write a trained model as a Hugging Face folder that transformers loads."""
+    """Write a trained model as a Hugging Face folder.
+
+    transformers loads it, and so do cuboid sample, cuboid eval and model.pretrained.
+
+    Example:
+      cuboid export runs/NAME exported --dtype bf16
+    """
     shape, dtype = Cuboid.parse(cuboid), known(dtype, EXPORTED) if dtype else ""
     import torch
 

@@ -7,12 +7,13 @@ import typer
 from rich.console import Console
 
 from cuboid.cli.bar import bar
-from cuboid.cli.command import Command
+from cuboid.cli.command import Command, Group
+from cuboid.cli.option import option
 from cuboid.cli.say import warn
 from cuboid.data.faults import MAX_BAD
 from cuboid.train.config import DataSection
 
-app = typer.Typer(name="data", add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="data", cls=Group, add_completion=False)
 
 
 @app.callback()
@@ -22,32 +23,33 @@ def data() -> None:
 
 @app.command(cls=Command)
 def build(
-    out: Annotated[Path, typer.Option(help="Folder to make: train.bin, val.bin, their headers and tokenizer.json.")],
+    out: Annotated[Path, option("Folder to make: train.bin, val.bin, their headers and tokenizer.json.")],
     sources: Annotated[
         list[Path] | None,
         typer.Argument(
             metavar="[SOURCE]...",
-            help="Text files, and folders to search for them. None: the running Python's standard library.",
+            help="Text files, and folders to search for them. Left out: the running Python's standard library.",
         ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="A tokenizer.json of the tokenizers library. None: bytes, a vocabulary of 256."),
+        option("A tokenizer.json of the tokenizers library.", otherwise="bytes, a vocabulary of 256"),
     ] = None,
-    val_fraction: Annotated[
-        float, typer.Option(help="Share of the text kept for validation.")
-    ] = DataSection.val_fraction,
+    val_fraction: Annotated[float, option("Share of the text kept for validation.")] = DataSection.val_fraction,
     max_bad: Annotated[
-        float,
-        typer.Option(help="Share of a file's bytes that may be zero or not UTF-8; more is rejected.", min=0, max=1),
+        float, option("Share of a file's bytes that may be zero or not UTF-8; more is rejected.", None, 0, 1)
     ] = MAX_BAD,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder built before.")] = False,
+    overwrite: Annotated[bool, option("Replace a folder built before.", flag="--overwrite")] = False,
 ) -> None:
     """Turn text into token files that training maps into memory.
 
-    Each file is a document; an end-of-text token follows it if the tokenizer has one. The order is fixed, so
-    the same text and tokenizer always give the same files. Zero bytes and bytes that are not UTF-8 are counted over
-    whole files first and reported per file.
+    Each file is a document; an end-of-text token follows it if the tokenizer has one. The order is fixed, so the same
+    text and tokenizer always give the same files. Zero bytes and bytes that are not UTF-8 are counted over each file
+    first, and reported.
+
+    Examples:
+      cuboid data build book.txt articles --out tokens
+      cuboid train --set data.paths=tokens
     """
     from cuboid.data import build as build_corpus
     from cuboid.data import load_tokenizer, python_stdlib, text_files, unigram_entropy

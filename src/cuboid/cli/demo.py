@@ -7,20 +7,25 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cuboid.cli.option import option
+
 if TYPE_CHECKING:  # torch is imported when the demo begins
     from cuboid.demo.run import DemoResult
 
 
 def demo(
-    folder: Annotated[
-        Path | None, typer.Option(help="Run folder to make; a new one in runs/ if left out.", show_default=False)
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps to train.", min=2)] = 180,
+    folder: Annotated[Path | None, option("Run folder to make.", otherwise="a new one in runs/")] = None,
+    steps: Annotated[int, option("Steps to train.", None, 2)] = 180,
 ) -> None:
-    """Train one small model on one device and on 8 ranks of this machine, and compare every step.
+    """Train one small model on one device and on two cuboids, and compare every step.
 
     The model learns Python from the running Python's own library; nothing is downloaded. It is trained on cuboid
-    (2,2,2), stopped half way and resumed on (1,4,2), and on one device. Exits 1 if any step's losses differ by 1e-5.
+    (2,2,2), 8 ranks of this machine, stopped half way and resumed on (1,4,2), and on one device. Exits 1 if the losses
+    of any step differ by 1e-5.
+
+    Examples:
+      cuboid demo
+      cuboid demo --steps 60 --folder runs/demo
     """
     from cuboid.demo.run import TOLERANCE, DemoSize, run_demo
     from cuboid.train.run import fresh_path

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from cuboid.cli.option import CUBOID, JSON, LAYOUT, PRESET, SET, option
 from cuboid.cli.train import on_cuboid
 from cuboid.plan.hardware import load as load_hardware
 from cuboid.run.errors import RunError
@@ -29,26 +30,26 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(help="The TOML file of a run, as cuboid train takes it. The demo if left out.")
+        Path | None,
+        typer.Argument(help="The TOML file of a run, as cuboid train takes it. Left out: cuboid train's small GPT."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
-    ] = None,
-    preset: Annotated[str, typer.Option(help="Begin with the sizes of a known model.")] = "",
-    cuboid: Annotated[
-        str, typer.Option(help="x,y,z; or auto: what cuboid plan finds fastest for as many ranks as configured.")
-    ] = "",
-    hardware: Annotated[
-        str, typer.Option(help="What links should reach: a file of cuboid calibrate, or a preset.")
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    overrides: SET = None,
+    preset: PRESET = "",
+    cuboid: CUBOID = "",
+    hardware: Annotated[str, option("What links should reach: a file of cuboid calibrate, or a preset.", LAYOUT)] = "",
+    as_json: JSON = False,
 ) -> None:
-    """Examine this machine, or cluster, before the first run: versions, devices, which ranks share a host, settings
-    that hurt, memory for the configured model, room for checkpoints, the links of each axis, a step and twenty steps of
-    a small model against one device.
+    """Check whether this machine or cluster is ready to train.
 
-    Each line is ok, a warning or an error, with what to do about it. Exits 0 unless there is an error, then 1. Nothing
-    is written. On a cluster: torchrun --nproc-per-node 8 … -m cuboid doctor big.toml
+    Checked are versions, devices, which ranks share a host, settings that slow training down, memory for the
+    configured model, space for checkpoints, the links of each axis, and twenty steps of a small model against one
+    device. Each line is ok, a warning or an error, with what to do about it. Nothing is written. Exits 1 if there is
+    an error.
+
+    Examples:
+      cuboid doctor
+      cuboid doctor big.toml --cuboid 2,2,2
+      torchrun --nproc-per-node 8 -m cuboid doctor big.toml
     """
     from cuboid.device import prepare_deterministic
     from cuboid.doctor import examine, on_rank

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cuboid.cli.bar import bar
-from cuboid.cli.convert import CUBOID, talk
+from cuboid.cli.convert import talk
+from cuboid.cli.option import JSON, ON_CUBOID, option
 from cuboid.cli.say import warn
 from cuboid.data.faults import MAX_BAD
 from cuboid.dtypes import COMPUTED, known
@@ -33,19 +34,26 @@ def eval_(
             "for its validation part. Left out: the validation part of the run itself."
         ),
     ] = None,
-    seq: Annotated[int, typer.Option(help="Tokens in a window; the model's longest, at most 1024, if 0.", min=0)] = 0,
-    batch: Annotated[int, typer.Option(help="Windows at a time, over all ranks.", min=1)] = 8,
-    dtype: Annotated[str, typer.Option(help=f"Of matmuls and activations: {', '.join(COMPUTED)}.")] = "fp32",
-    cuboid: CUBOID = "1,1,1",
+    seq: Annotated[
+        int | None,
+        option("Tokens per window.", None, 1, otherwise="the model's context, at most 1024"),
+    ] = None,
+    batch: Annotated[int, option("Windows at a time, over all ranks.", None, 1)] = 8,
+    dtype: Annotated[str, option(f"Of matmuls and activations: {', '.join(COMPUTED)}.")] = "fp32",
+    cuboid: ON_CUBOID = "1,1,1",
     max_bad: Annotated[
-        float, typer.Option(help="Share of a text file's bytes that may be zero or not UTF-8.", min=0, max=1)
+        float, option("Share of a text file's bytes that may be zero or not UTF-8.", None, 0, 1)
     ] = MAX_BAD,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JSON = False,
 ) -> None:
-    """Print the perplexity of a model on text or token files, or on the validation part of a run.
+    """Print the perplexity of a model on a text.
 
-    The text is cut into windows that do not overlap; a token is predicted from those before it in its window. Of a
+    The text is split into windows that do not overlap; a token is predicted from those before it in its window. Of a
     folder of built tokens the validation part is taken, unless it is empty.
+
+    Examples:
+      cuboid eval runs/NAME
+      cuboid eval runs/NAME book.txt --seq 512
     """
     shape, dtype = Cuboid.parse(cuboid), known(dtype, COMPUTED)
     from cuboid.run.launch import launch

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cuboid.cli.option import option
 from cuboid.dtypes import COMPUTED, known
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import FAMILIES, ModelConfig
@@ -32,67 +33,92 @@ if TYPE_CHECKING:
     from cuboid.plan.search import Plan, Ranking
 
 
+CLUSTER, WORK, SIZES, OUTPUT = "Cluster", "Work of a step", "Model sizes", "Output"
+OURS = "the configuration's"  # default of an option where the model is a configuration or a run
+MODEL = "the model's"
+
+
 def plan(
     model: Annotated[
         str,
         typer.Argument(
             help="A preset (cuboid config --presets), a config.json of Hugging Face, or a TOML file or run folder of "
-            "cuboid train, with its batch, sequence and precision. Left out: sizes."
+            "cuboid train, with its batch, sequence and precision. Left out: give --layers, --hidden, --heads, …"
         ),
     ] = "",
-    ranks: Annotated[
-        int | None, typer.Option(help="How many devices; as a TOML's or run's cuboid has, else 8.", min=1, max=1 << 20)
-    ] = None,
+    ranks: Annotated[int | None, option("Number of devices.", CLUSTER, 1, 1 << 20, otherwise=f"{OURS}, else 8")] = None,
     hardware: Annotated[
-        str, typer.Option(help=f"One of {', '.join(machines.PRESETS)}, or a file of cuboid calibrate.")
+        str, option(f"One of {', '.join(machines.PRESETS)}, or a file of cuboid calibrate.", CLUSTER)
     ] = "h100-ndr",
     batch: Annotated[
-        int | None, typer.Option(help="Sequences of a step, over all devices; a TOML's or run's, else 64.", min=1)
+        int | None, option("Sequences per step, over all devices.", WORK, 1, otherwise=f"{OURS}, else 64")
     ] = None,
     seq: Annotated[
-        int, typer.Option(help="Tokens a sequence; 0: a TOML's or run's, else the context, at most 4096.", min=0)
-    ] = 0,
+        int | None,
+        option("Tokens per sequence.", WORK, 1, otherwise=f"{OURS}, else the model's context, at most 4096"),
+    ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(help="Parts the batch is computed in; a TOML's or run's, else 1.", min=1)
+        int | None, option("Micro-batches per step.", WORK, 1, otherwise=f"{OURS}, else 1")
     ] = None,
     dtype: Annotated[
         str,
-        typer.Option(
-            help=f"One of {', '.join(COMPUTED)}; a TOML's or run's, else what suits the hardware: bf16 on GPUs since "
-            "Ampere, fp32 on others."
+        option(
+            f"Of matmuls and activations: {', '.join(COMPUTED)}.",
+            WORK,
+            otherwise=f"{OURS}, else what suits the hardware: bf16 on GPUs since Ampere, fp32 on others",
         ),
     ] = "",
-    family: Annotated[str, typer.Option(help=f"Without a model: one of {', '.join(FAMILIES)}.")] = "gpt2",
-    layers: Annotated[int, typer.Option(help="Changes the model's, like the next ones.", min=0)] = 0,
-    hidden: Annotated[int, typer.Option(min=0)] = 0,
-    heads: Annotated[int, typer.Option(min=0)] = 0,
-    kv_heads: Annotated[int, typer.Option(min=0)] = 0,
-    ffn: Annotated[int, typer.Option(min=0)] = 0,
-    vocab: Annotated[int, typer.Option(min=0)] = 0,
     freeze: Annotated[
-        str, typer.Option(help="A pattern of the parameters that are not trained; a TOML's or run's if left out.")
+        str,
+        option("A pattern of the parameters that are not trained.", WORK, otherwise=f"{OURS}, else all are trained"),
     ] = "",
+    family: Annotated[str, option(f"Without a model: one of {', '.join(FAMILIES)}.", SIZES)] = "gpt2",
+    layers: Annotated[int | None, option("Transformer blocks.", SIZES, 1, otherwise=MODEL)] = None,
+    hidden: Annotated[int | None, option("Width of the residual stream.", SIZES, 1, otherwise=MODEL)] = None,
+    heads: Annotated[int | None, option("Attention heads.", SIZES, 1, otherwise=MODEL)] = None,
+    kv_heads: Annotated[
+        int | None,
+        option("Heads of keys and values.", SIZES, 1, otherwise=f"{MODEL}, else --heads"),
+    ] = None,
+    ffn: Annotated[
+        int | None,
+        option("Inner size of the MLP.", SIZES, 1, otherwise=f"{MODEL}, else the family's"),
+    ] = None,
+    vocab: Annotated[int | None, option("Tokens in the vocabulary.", SIZES, 1, otherwise=MODEL)] = None,
     explain: Annotated[
-        str, typer.Option(metavar="X,Y,Z", help="All about one cuboid, such as 2,2,2 or '2,2,2 pipe=2'.")
+        str, option("Show all about one cuboid, such as 2,2,2 or '2,2,2 pipe=2'.", OUTPUT, metavar="X,Y,Z")
     ] = "",
-    top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 10,
-    dry: Annotated[bool, typer.Option("--dry-run", help="Run the model's code of one rank and count.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the ranking, and a map of devices × batch, here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    literature: Annotated[bool, typer.Option("--published", help="Others' measurements, predicted, instead.")] = False,
+    top: Annotated[int, option("Rows of the table.", OUTPUT, 1)] = 10,
+    dry: Annotated[
+        bool, option("Also run the model's code of one rank, without data, and count.", OUTPUT, flag="--dry-run")
+    ] = False,
+    plot: Annotated[
+        Path | None, option("Also draw the ranking, and a map of devices × batch, to this PNG.", OUTPUT)
+    ] = None,
+    as_json: Annotated[bool, option("Print JSON.", OUTPUT, flag="--json")] = False,
+    literature: Annotated[
+        bool, option("Instead: predict published measurements of others.", OUTPUT, flag="--published")
+    ] = False,
     check: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Predict a result of cuboid bench layouts instead, with --hardware; again for more files. "
-            "Exits with 1 where a table misses."
+        option(
+            "Instead: predict a result of cuboid bench layouts, with --hardware; may be repeated. Exits 1 where a "
+            "table misses.",
+            OUTPUT,
         ),
     ] = None,
 ) -> None:
     """Rank every cuboid of a cluster for a model by its predicted step time.
 
-    Every order of the axes over nodes is tried, with and without recomputation, gathered operands kept or gathered
-    again, and one or several interleaved sub-batches. The last line is a cuboid train command that runs the winner.
-    Predictions come from docs/planner.md's equations and the hardware's figures. cuboid calibrate measures a machine.
+    Tried are all x·y·z·replicas·pipe, every order of the axes over nodes, with and without recomputation, gathered
+    operands retained or regathered, one or several interleaved sub-batches. The last line is a cuboid train command
+    that runs the winner. Predictions come from the equations in docs/planner.md and the hardware's figures; cuboid
+    calibrate measures a machine.
+
+    Examples:
+      cuboid plan llama-3-8b --ranks 64 --batch 128 --seq 8192
+      cuboid plan llama-3-8b --ranks 64 --explain 4,2,2
+      cuboid plan big.toml --hardware hardware.json --plot plan.png
     """
     console = Console() if sys.stdout.isatty() else Console(width=220)
     if literature:
@@ -109,6 +135,7 @@ def plan(
         if not all(each.ok for of_file in checks for each in of_file):
             raise typer.Exit(1)
         return
+    seq = seq or 0
     run = configured(model, seq)
     if run is not None:
         ranks, batch = ranks or run.cuboid_shape().ranks, batch or run.data.batch
@@ -185,12 +212,12 @@ def planned_model(run: TrainConfig) -> ModelConfig:
 def chosen_model(
     base: ModelConfig | None,
     family: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    vocab: int,
+    layers: int | None,
+    hidden: int | None,
+    heads: int | None,
+    kv_heads: int | None,
+    ffn: int | None,
+    vocab: int | None,
     seq: int,
 ) -> ModelConfig:
     given = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cuboid.cli.option import ON_CUBOID, option
 from cuboid.cli.say import warn
 from cuboid.mesh.cuboid import Cuboid
 
@@ -18,15 +19,20 @@ if TYPE_CHECKING:
 
 def sample(
     run: Annotated[Path, typer.Argument(help="A run folder, one of its checkpoints, or a Hugging Face folder.")],
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "class ",
-    tokens: Annotated[int, typer.Option(help="How many to add.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.6,
-    top_k: Annotated[int, typer.Option(help="Draw among this many of the likeliest; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest that have this probability together.")] = 1.0,
-    seed: Annotated[int, typer.Option()] = 0,
-    cuboid: Annotated[str, typer.Option(help="x,y,z to run on; one process unless given.")] = "1,1,1",
+    prompt: Annotated[str, option("What the text begins with.")] = "class ",
+    tokens: Annotated[int, option("Tokens to add.", None, 1)] = 200,
+    temperature: Annotated[float, option("Lower is less varied; 0: always the likeliest token.")] = 0.6,
+    top_k: Annotated[int, option("Draw from this many of the likeliest tokens.", otherwise="all")] = 0,
+    top_p: Annotated[float, option("Draw from the likeliest tokens whose probabilities add up to this.")] = 1.0,
+    seed: Annotated[int, option("Of the draws.")] = 0,
+    cuboid: ON_CUBOID = "1,1,1",
 ) -> None:
-    """Continue a prompt with a trained model, on one process or any cuboid."""
+    """Continue a prompt with a trained model.
+
+    Examples:
+      cuboid sample runs/NAME --prompt 'class '
+      cuboid sample runs/NAME --temperature 0.8 --top-k 50 --cuboid 1,2,2
+    """
     shape = Cuboid.parse(cuboid)
     from cuboid.model.generate import Sampling, check_prompt
     from cuboid.run.launch import launch

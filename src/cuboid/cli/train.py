@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from cuboid.cli.option import CUBOID, LAYOUT, PRESET, SET, option
 from cuboid.cli.say import warn
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.cluster import can_make_hosts
@@ -27,55 +28,60 @@ if TYPE_CHECKING:
     from cuboid.train.rehearse import Rehearsed
 
 
+RUN = "Run"
+
+
 def train(
     config: Annotated[
-        Path | None, typer.Argument(help="A TOML file; `cuboid config --show` prints every key. None: a small GPT.")
+        Path | None, typer.Argument(help="A TOML file; `cuboid config` prints every key. Left out: a small GPT.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
-    ] = None,
-    preset: Annotated[str, typer.Option(help="Begin with the sizes of a known model.")] = "",
+    overrides: SET = None,
+    preset: PRESET = "",
     resume: Annotated[
         Path | None,
-        typer.Option(help="Go on from this run's newest good checkpoint, or from this one, on any cuboid."),
+        option("Resume this run from its newest good checkpoint, or from this checkpoint, on any cuboid.", RUN),
     ] = None,
-    cuboid: Annotated[
-        str, typer.Option(help="x,y,z; or auto: what cuboid plan finds fastest for as many ranks as configured.")
-    ] = "",
+    cuboid: CUBOID = "",
     replicas: Annotated[
-        int, typer.Option(help="Data-parallel replicas of the whole cuboid; 0: as configured.", min=0)
-    ] = 0,
+        int | None, option("Data-parallel replicas of the whole cuboid.", LAYOUT, 1, otherwise="as configured")
+    ] = None,
     pipe: Annotated[
-        int, typer.Option(help="Stages of a pipeline, each on a cuboid of its own; 0: as configured.", min=0)
-    ] = 0,
-    hardware: Annotated[str, typer.Option(help="For auto: a preset or a file of cuboid calibrate.")] = "",
+        int | None, option("Pipeline stages, each on a cuboid of its own.", LAYOUT, 1, otherwise="as configured")
+    ] = None,
+    hardware: Annotated[str, option("For --cuboid auto: a preset, or a file of cuboid calibrate.", LAYOUT)] = "",
     trace: Annotated[
-        int,
-        typer.Option(
-            help="Trace so many steps, after two: trace.json for Perfetto, and timeline.png, one layer's forward and "
+        int | None,
+        option(
+            "Trace this many steps, after two: trace.json for Perfetto, and timeline.png, one layer's forward and "
             "backward with the schedule off and on.",
-            min=0,
+            RUN,
+            1,
+            otherwise="none",
         ),
-    ] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Go on where the run is planned not to fit.")] = False,
+    ] = None,
+    force: Annotated[bool, option("Train even where the run is planned not to fit.", RUN, flag="--force")] = False,
     emulate: Annotated[
         str,
-        typer.Option(
-            help="Time a few steps on emulated devices and links, such as v100-edr/2000, and save nothing; see bench."
-        ),
+        option("Time a few steps on emulated devices and links, such as v100-edr/2000, and save nothing.", RUN),
     ] = "",
 ) -> None:
     """Train a language model.
 
-    Without a configuration: a small GPT on the running Python's own library, on 8 ranks of this machine.
-    Ranks are forked here; on a cluster start it with torchrun: torchrun --nproc-per-node 8 -m cuboid train big.toml
+    Without a configuration: a small GPT on the running Python's own library, on 8 ranks of this machine. Ranks are
+    forked here; on a cluster torchrun starts them.
 
-    Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and exits: with 75 unless it was Ctrl-C. A second one ends it at
-    once. Ranks that die are started again from the newest checkpoint. The same command goes on with a run that was
-    broken off in its logging.folder.
+    Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and exits: with 75 unless it was Ctrl-C. A second one ends the
+    run at once. When a rank dies, all ranks are restarted from the newest checkpoint. The same command resumes a run
+    that was interrupted, if it names its logging.folder.
+
+    Examples:
+      cuboid train --cuboid 2,2,2 --set schedule.steps=50
+      cuboid train --preset gpt2-124m --set data.paths=tokens --cuboid auto
+      cuboid train --resume runs/NAME --cuboid 1,4,2
+      torchrun --nproc-per-node 8 -m cuboid train big.toml
     """
     start = run = None
-    overrides = overrides or []
+    overrides, trace = overrides or [], trace or 0
     if resume is not None:
         from cuboid.train import checkpoint
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.cli.command import one_of
+from cuboid.cli.option import option
 from cuboid.dtypes import VERIFIED, known
 from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
 from cuboid.model.config import FAMILIES, ModelConfig
@@ -26,54 +27,71 @@ if TYPE_CHECKING:
     from cuboid.verify import Case, Report
 
 
-def verify(
-    cuboid: Annotated[str, typer.Option(help="x,y,z; the most even block of --ranks if left out.")] = "",
-    replicas: Annotated[int, typer.Option(help="Data-parallel replicas of the whole block.")] = 1,
-    pipe: Annotated[int, typer.Option(help="Stages of a pipeline, each on such blocks of its own.", min=1)] = 1,
-    ranks: Annotated[
-        int, typer.Option(help="Ranks in all: x·y·z·replicas·pipe. 8 if neither this nor --cuboid is given.")
-    ] = 0,
-    order: Annotated[str, typer.Option(help="Axes from slowest over ranks to fastest.")] = ",".join(AXES),
-    family: Annotated[str, typer.Option(help=f"One of {', '.join(FAMILIES)}.")] = "gpt2",
-    layers: Annotated[int, typer.Option()] = 2,
-    hidden: Annotated[int, typer.Option()] = 96,
-    heads: Annotated[int, typer.Option()] = 24,
-    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values; 0: as many as heads.")] = 0,
-    ffn: Annotated[int, typer.Option(help="MLP inner size; 0: what the family does.")] = 0,
-    vocab: Annotated[int, typer.Option()] = 500,
-    seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 48,
-    batch: Annotated[int, typer.Option(help="Sequences in all.")] = 8,
-    tied: Annotated[bool | None, typer.Option(help="Head tied to the embedding; the family's way if left out.")] = None,
-    bias: Annotated[bool | None, typer.Option(help="Biases; the family's way if left out.")] = None,
-    dropout: Annotated[float, typer.Option(help="Drop this share, the same elements on every cuboid.")] = 0.1,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(VERIFIED)}.")] = "fp64",
-    activations: Annotated[
-        str, typer.Option(help="regather or retain gathered activations for backward.")
-    ] = "regather",
-    weights: Annotated[str, typer.Option(help="regather or retain gathered weights for backward.")] = "regather",
-    recompute: Annotated[
-        str, typer.Option(help="none, selective (attention) or full (each block) in backward.")
-    ] = "none",
-    prefetch: Annotated[bool, typer.Option(help="Gather the next layer's weights while this one computes.")] = True,
-    sub_batches: Annotated[int, typer.Option(help="Interleaved sub-batches.", min=1)] = 1,
-    chunks: Annotated[int, typer.Option(help="Chunks of a matmul's tokens.", min=1)] = 1,
-    freeze: Annotated[str, typer.Option(help="A pattern of the parameters that are not trained.")] = "",
-    label_smoothing: Annotated[float, typer.Option()] = 0.0,
-    z_loss: Annotated[float, typer.Option()] = 0.0,
-    seed: Annotated[int, typer.Option()] = 0,
-    steps: Annotated[
-        int, typer.Option(help="Train both for this many steps instead and compare the losses.", min=0)
-    ] = 0,
-    kills: Annotated[
-        int, typer.Option(help="Train twice instead, once with this many ranks killed, and compare every bit.", min=0)
-    ] = 0,
-    plot: Annotated[Path, typer.Option(help="Where --steps draws the two curves.")] = Path("verify.png"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> None:
-    """Run a model on a cuboid and serially; compare loss, logits, every gradient, bytes, FLOPs and memory.
+RANKS, MODEL, STEP, CHECK = "Ranks", "Model and batch", "How a step runs", "What is compared"
+FAMILY = "the family's"
 
-    Exits 0 if all agree, 1 if anything does not. Rank 0 holds the whole model, so keep it small. Ranks are forked
-    here; on a cluster start it with torchrun: torchrun --nproc-per-node 8 -m cuboid verify --cuboid 2,2,2
+
+def verify(
+    cuboid: Annotated[
+        str, option("x,y,z, such as 2,2,2.", RANKS, otherwise="the most even block of --ranks", metavar="X,Y,Z")
+    ] = "",
+    replicas: Annotated[int, option("Data-parallel replicas of the whole cuboid.", RANKS, 1)] = 1,
+    pipe: Annotated[int, option("Pipeline stages, each on a cuboid of its own.", RANKS, 1)] = 1,
+    ranks: Annotated[
+        int | None, option("Ranks in all: x·y·z·replicas·pipe.", RANKS, 1, otherwise="8, or as --cuboid has")
+    ] = None,
+    order: Annotated[str, option("Axes from slowest over ranks to fastest.", RANKS)] = ",".join(AXES),
+    family: Annotated[str, option(f"One of {', '.join(FAMILIES)}.", MODEL)] = "gpt2",
+    layers: Annotated[int, option("Transformer blocks.", MODEL)] = 2,
+    hidden: Annotated[int, option("Width of the residual stream.", MODEL)] = 96,
+    heads: Annotated[int, option("Attention heads.", MODEL)] = 24,
+    kv_heads: Annotated[int | None, option("Heads of keys and values.", MODEL, otherwise="as many as --heads")] = None,
+    ffn: Annotated[int | None, option("Inner size of the MLP.", MODEL, otherwise=FAMILY)] = None,
+    vocab: Annotated[int, option("Tokens in the vocabulary.", MODEL)] = 500,
+    seq: Annotated[int, option("Tokens per sequence.", MODEL)] = 48,
+    batch: Annotated[int, option("Sequences per step, over all ranks.", MODEL)] = 8,
+    tied: Annotated[bool | None, option("The head's weight is the embedding's.", MODEL, otherwise=FAMILY)] = None,
+    bias: Annotated[bool | None, option("Linears have biases.", MODEL, otherwise=FAMILY)] = None,
+    dropout: Annotated[float, option("Share dropped: the same elements on every cuboid.", MODEL)] = 0.1,
+    label_smoothing: Annotated[float, option("Share of each target spread over the vocabulary.", MODEL)] = 0.0,
+    z_loss: Annotated[float, option("Weight of the squared log of the softmax's denominator.", MODEL)] = 0.0,
+    freeze: Annotated[
+        str, option("A pattern of the parameters that are not trained.", MODEL, otherwise="all are trained")
+    ] = "",
+    seed: Annotated[int, option("Of weights, batch and dropout.", MODEL)] = 0,
+    dtype: Annotated[str, option(f"One of {', '.join(VERIFIED)}.", STEP)] = "fp64",
+    activations: Annotated[str, option("regather or retain gathered activations for backward.", STEP)] = "regather",
+    weights: Annotated[str, option("regather or retain gathered weights for backward.", STEP)] = "regather",
+    recompute: Annotated[str, option("none, selective (attention) or full (each block) in backward.", STEP)] = "none",
+    prefetch: Annotated[bool, option("Gather the next layer's weights while this one computes.", STEP)] = True,
+    sub_batches: Annotated[int, option("Interleaved sub-batches.", STEP, 1)] = 1,
+    chunks: Annotated[int, option("Chunks of a matmul's tokens.", STEP, 1)] = 1,
+    steps: Annotated[
+        int | None,
+        option("Instead: train both for this many steps and compare the losses.", CHECK, 1, otherwise="one step"),
+    ] = None,
+    kills: Annotated[
+        int | None,
+        option(
+            "Instead: train twice, once with this many ranks killed, and compare every bit.",
+            CHECK,
+            1,
+            otherwise="none",
+        ),
+    ] = None,
+    plot: Annotated[Path, option("Where --steps draws the two loss curves.", CHECK)] = Path("verify.png"),
+    as_json: Annotated[bool, option("Print the report as JSON.", CHECK, flag="--json")] = False,
+) -> None:
+    """Compare a model on a cuboid with the same on one device.
+
+    Compared are loss, logits, every gradient, bytes, FLOPs and memory. Exits 0 if all agree, 1 if anything does not.
+    Rank 0 holds the whole model, so keep it small. Ranks are forked here; on a cluster torchrun starts them.
+
+    Examples:
+      cuboid verify --cuboid 2,2,2
+      cuboid verify --cuboid 1,2,2 --family llama --dtype bf16
+      cuboid verify --cuboid 2,2,2 --steps 50
+      torchrun --nproc-per-node 8 -m cuboid verify --cuboid 2,2,2
     """
     shape = Cuboid.parse(cuboid, replicas, order, pipe) if cuboid else most_even(ranks or 8 * replicas, replicas, pipe)
     if ranks and ranks != shape.ranks:
@@ -82,7 +100,7 @@ def verify(
         )
     dtype = known(dtype, VERIFIED)
     config = ModelConfig(
-        family, layers, hidden, heads, vocab, seq, kv_heads, ffn=ffn, tied=tied, bias=bias, dropout=dropout
+        family, layers, hidden, heads, vocab, seq, kv_heads or 0, ffn=ffn or 0, tied=tied, bias=bias, dropout=dropout
     )
     one_of("--activations", activations, ("regather", "retain"))
     one_of("--weights", weights, ("regather", "retain"))
