@@ -195,3 +195,20 @@ def test_train_cli_torchrun_reports_rejection_once(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("a sample of seq=16 needs 17") == 1, done.stderr
     assert f"{Path('cuboid', 'train', 'loop.py')}" not in done.stderr  # no traceback of ours
+
+
+def test_port_in_use_is_one_line(tmp_path: Path) -> None:
+    """Where ranks were started by hand or by a scheduler: no traceback, and none of C++."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        done = subprocess.run(
+            [sys.executable, "-m", "cuboid", "verify", "--cuboid", "1,2,1"],
+            env=os.environ | where,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=HUNG,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rank 0 of 2 could not join the others at 127.0.0.1:"), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr

@@ -1,5 +1,6 @@
 """The command line. Every command is one file here; bad input ends it with exit code 2 and one clear message."""
 
+import os
 import sys
 import warnings
 from typing import Annotated, TextIO
@@ -36,6 +37,7 @@ def options(
 
 
 def main() -> None:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings of lost connections have C++ stack traces
     warnings.simplefilter("default", RenamedKey)
     warnings.showwarning = _show
     try:

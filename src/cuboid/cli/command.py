@@ -55,6 +55,8 @@ KINDS = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: ""}
 class Readable:
     """Mixed into commands: paragraphs of help are wrapped by the terminal, and kinds of values have short names."""
 
+    help: str | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.help = unwrapped(kwargs.get("help"))

@@ -5,6 +5,7 @@ file.
 """
 
 import json
+import re
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -158,6 +159,24 @@ def load(name: str) -> Hardware:
         return Hardware(**_record("the file", json.loads(path.read_text("utf-8")), Hardware))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a hardware file: {error}; cuboid calibrate writes one") from None
+
+
+def of_gpu(name: str) -> Hardware | None:
+    """The preset of a GPU by the name that its driver gives it.
+
+    >>> [hw.name if hw else "" for hw in map(of_gpu, ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "CPU"))]
+    ['a100-hdr', '', '']
+    """
+    words = re.split(r"\W", name.upper())
+    gpus = {name: hw for name, hw in PRESETS.items() if name != "cpu"}
+    return next((hw for name, hw in gpus.items() if name.partition("-")[0].upper() in words), None)
+
+
+def peak_of(name: str, precision: str) -> float:
+    """FLOPs per second that the vendor gives a GPU of this name; 0 where they are not known. Cards for PCIe have the
+    names of presets, which are SXM, and other peaks."""
+    hw = of_gpu(name)
+    return hw.peak.get(precision, 0.0) if hw and not re.search("pcie|nvl", name, re.IGNORECASE) else 0.0
 
 
 def _listed(names: Any) -> str:

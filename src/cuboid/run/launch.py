@@ -26,7 +26,7 @@ from cuboid.device import backend_for, gpu_count, group_options, is_gpu, take
 from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
 from cuboid.run.errors import RankError, RunError
 from cuboid.run.interfaces import check_interfaces
-from cuboid.run.meeting import fresh_store, store_is_old
+from cuboid.run.meeting import fresh_store, store_is_old, unreachable
 from cuboid.run.report import report
 from cuboid.run.started import under_torchrun
 from cuboid.run.stop import Stop, leave_signals_to_parent
@@ -388,7 +388,10 @@ def launch(
         )
     _end_with_agent()
     try:
-        world = join_world(None, timeout, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), stop)
+        try:
+            world = join_world(None, timeout, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), stop)
+        except (dist.DistError, TimeoutError) as error:
+            raise unreachable(error) from None
         found = fn(world, *args)
     except ValueError:
         raise

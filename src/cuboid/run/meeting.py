@@ -12,10 +12,22 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
+from cuboid.run.errors import RankError
+
 
 def store_is_old() -> bool:
     """Whether ranks of an earlier start may have used the store that the environment names."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def unreachable(error: Exception) -> RankError:
+    """Ranks that torchrun has started do not meet, in one sentence: PyTorch appends a C++ stack trace to its own."""
+    what = str(error).partition("\n")[0].rstrip(".")
+    e = os.environ
+    return RankError(
+        f"rank {e['RANK']} of {e['WORLD_SIZE']} could not join the others at {e['MASTER_ADDR']}:{e['MASTER_PORT']}: "
+        f"{what}; check that every host was started with this address, and that the port is free and open to all hosts"
+    )
 
 
 def fresh_store(rank: int, size: int, timeout: float) -> dist.Store:

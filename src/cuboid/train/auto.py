@@ -1,13 +1,12 @@
 """Lets the planner choose a run's cuboid: `cuboid train --cuboid auto`."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 from cuboid import data
 from cuboid.device import gpu_at_hand
 from cuboid.plan.explain import nothing_fits, why
-from cuboid.plan.hardware import PRESETS, Hardware, load
+from cuboid.plan.hardware import PRESETS, Hardware, load, of_gpu
 from cuboid.plan.layer import Work
 from cuboid.plan.search import rank
 from cuboid.train.config import CuboidSection, DataSection, MemorySection, TrainConfig
@@ -19,11 +18,9 @@ def guessed_hardware() -> tuple[Hardware, str]:
     if gpu is None:
         return PRESETS["cpu"], "Hardware: the preset cpu, as PyTorch sees no GPU."
     gpu_name, gpu_memory = gpu
-    words = re.split(r"\W", gpu_name.upper())
-    for name, preset in PRESETS.items():
-        if name.split("-")[0].upper() in words:
-            memory = 0.95 * gpu_memory // 1e9 * 1e9  # the same on all ranks
-            return replace(preset, memory=memory), f"Hardware: the preset {name}, as the GPU is {gpu_name!r}."
+    if (preset := of_gpu(gpu_name)) is not None:
+        memory = 0.95 * gpu_memory // 1e9 * 1e9  # the same on all ranks
+        return replace(preset, memory=memory), f"Hardware: the preset {preset.name}, as the GPU is {gpu_name!r}."
     raise ValueError(
         f"the GPU is {gpu_name!r}, and presets are {', '.join(PRESETS)}; give --cuboid auto and --hardware with a "
         "preset like it, or with a file of cuboid calibrate"

@@ -47,6 +47,7 @@ from cuboid.train.run import RunFolder
 from cuboid.train.trace import Trace, draw_layer
 from cuboid.train.trace import save as save_trace
 from cuboid.train.tracing import WARM, Recorder, check_steps, unscheduled
+from cuboid.train.use import Use
 from cuboid.train.writer import Writer, forget
 
 
@@ -113,6 +114,7 @@ class Trainer:
         self.scale = LossScale(config.precision.loss_scale, config.precision.growth_interval) if fp16 else LossScale()
         self.guard, self.watch = Guard(config.guard), world.watch
         self.done = self.updates = 0
+        self.use = Use.of(config, self.model, self.optimizer)
         self.recorder: Recorder | None = None  # of the steps that are traced
         self.batches = data.Loader(data.Samples(self.corpus.train, d.seq, d.seed), self.place)
         most = config.logging.eval_batches * self.place.batch
@@ -153,7 +155,7 @@ class Trainer:
             tokens=self.done * config.data.batch * config.data.seq,
             wall_time=time.time(),
         )
-        return report, applied.stop
+        return self.use.told(report, seconds), applied.stop
 
     def micro_batches(self, step: int, which: Iterable[int]) -> list[tuple[Tensor, At]]:
         """The tokens of these micro-batches of a step, and what layers know of them."""

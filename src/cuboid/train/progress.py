@@ -27,6 +27,11 @@ class StepReport:
     skips: int = 0  # of all steps so far
     tokens: int = 0  # seen so far, by all ranks, since the run's first step
     wall_time: float = 0.0  # seconds since 1970
+    weights_bytes: int = 0  # of memory_bytes; these three do not change in a run
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    flops_per_s: float = 0.0  # of the model, per device
+    mfu: float = float("nan")  # share of the device's peak that they are, where it is known
 
 
 class Progress:
@@ -90,38 +95,49 @@ class Progress:
     def _print(self) -> None:
         assert self._last is not None
         self._pending = False
-        self._console.print(Text("  ".join(["step", *self._parts(self._last)])), soft_wrap=True)
+        self._console.print(Text("  ".join(["step", *self._parts(self._last).values()])), soft_wrap=True)
 
-    def _parts(self, report: StepReport) -> list[str]:
-        parts = [
-            f"{report.step:>{len(str(self._total))}}/{self._total}",
-            f"loss {report.loss:.4f}",
-            f"grad {report.grad_norm:.3g}",
-            f"lr {report.lr:.2e}",
-            f"{quantity(report.tokens_per_s)} tok/s",
-            f"comm {report.exposed:.0%}",
-            f"{quantity(report.memory_bytes)}B",
-            f"ETA {duration(self.eta())}",
-        ]
-        if report.skipped:
-            parts.append("skipped: spike" if report.spike else "skipped: not finite")
-        elif report.spike:
-            parts.append("spike")
-        if report.skips:
-            parts.append(f"{report.skips} skipped")
+    def _parts(self, report: StepReport) -> dict[str, str]:
+        """By name, each as wide in every step, so that lines are columns."""
+        r = report
+        parts = {
+            "step": f"{r.step:>{len(str(self._total))}}/{self._total}",
+            "loss": f"loss {r.loss:7.4f}",
+            "grad": f"grad {r.grad_norm:8.3g}",
+            "lr": f"lr {r.lr:.2e}",
+            "speed": f"{quantity(r.tokens_per_s):>5} tok/s",
+            "use": f"MFU {r.mfu:5.1%}" if r.mfu == r.mfu else f"{quantity(r.flops_per_s):>5}FLOP/s/device",
+            "exposed": f"exposed comm {r.exposed:4.0%}",
+            "ETA": f"ETA {duration(self.eta()):>7}",
+            "memory": f"memory {quantity(r.memory_bytes):>5}B",
+        }
+        if r.weights_bytes:
+            rest = max(r.memory_bytes - r.weights_bytes - r.gradients_bytes - r.optimizer_bytes, 0)
+            kinds = {"weights": r.weights_bytes, "gradients": r.gradients_bytes, "optimizer": r.optimizer_bytes}
+            shown = ((name, f"{quantity(n):>5}B") for name, n in {**kinds, "rest": rest}.items())
+            parts["kinds"] = "= " + " + ".join(f"{size} {name}" for name, size in shown)
+        if r.skipped:
+            parts["skipped"] = "skipped: spike" if r.spike else "skipped: not finite"
+        elif r.spike:
+            parts["skipped"] = "spike"
+        if r.skips:
+            parts["skips"] = f"{r.skips} skipped"
         return parts
 
     def _line(self) -> Table | Text:
         if self._last is None:
             return Text("starting …")
-        parts = self._parts(self._last)
-        text = Text("  ".join(parts))
-        room = self._console.width - text.cell_len - 2
-        if room < 8:
-            return text if room >= 0 else Text(" ".join(parts))
-        bar = ProgressBar(self._total, self._last.step, width=min(room, 30))
+        parts, width = self._parts(self._last), self._console.width
+        bar = 12 if width > 100 else 0
+        for name in ("kinds", "lr", "grad", "use", "exposed", "speed"):  # what a narrow terminal does without
+            if len("  ".join(parts.values())) + bar > width:
+                parts.pop(name, None)
+        text = Text("  ".join(parts.values()))
+        room = width - text.cell_len - 2
+        if room < 8 or not bar:
+            return text
         line = Table.grid(padding=(0, 2, 0, 0))
-        line.add_row(bar, text)
+        line.add_row(ProgressBar(self._total, self._last.step, width=min(room, 30)), text)
         return line
 
 
