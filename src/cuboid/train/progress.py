@@ -31,7 +31,7 @@ class StepReport:
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
     flops_per_s: float = 0.0  # of the model, per device
-    mfu: float = float("nan")  # share of the device's peak that they are, where it is known
+    mfu: float = 0.0  # share of the device's peak that they are; 0 where it is not known
 
 
 class Progress:
@@ -106,7 +106,7 @@ class Progress:
             "grad": f"grad {r.grad_norm:8.3g}",
             "lr": f"lr {r.lr:.2e}",
             "speed": f"{quantity(r.tokens_per_s):>5} tok/s",
-            "use": f"MFU {r.mfu:5.1%}" if r.mfu == r.mfu else f"{quantity(r.flops_per_s):>5}FLOP/s/device",
+            "use": f"MFU {r.mfu:5.1%}" if r.mfu else f"{quantity(r.flops_per_s):>5}FLOP/s/device",
             "exposed": f"exposed comm {r.exposed:4.0%}",
             "ETA": f"ETA {duration(self.eta()):>7}",
             "memory": f"memory {quantity(r.memory_bytes):>5}B",

@@ -1,7 +1,6 @@
 """How a run uses its devices: memory by kind, FLOP/s per device, and the share of the peak that they are (MFU)."""
 
 from dataclasses import dataclass, replace
-from math import nan
 
 import torch
 
@@ -51,7 +50,7 @@ class Use:
             gradients_bytes=self.gradients,
             optimizer_bytes=self.optimizer,
             flops_per_s=reached,
-            mfu=reached / self.peak if self.peak else nan,
+            mfu=reached / self.peak if self.peak else 0.0,
         )
 
 
