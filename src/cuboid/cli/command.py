@@ -25,6 +25,7 @@ COMMANDS = {
     **dict.fromkeys(("resume", "continue"), "train --resume RUN"),
     **dict.fromkeys(("convert", "load"), "import"),
     **dict.fromkeys(("save",), "export"),
+    **dict.fromkeys(("help",), "--help"),
     **dict.fromkeys(("search", "tune", "estimate"), "plan"),
     **dict.fromkeys(("tokenize", "tokenise", "prepare", "preprocess"), "data build"),
 }
@@ -42,6 +43,7 @@ FLAGS = {
     **dict.fromkeys(("checkpoint", "ckpt", "continue"), ("--resume",)),
     **dict.fromkeys(("output", "output-dir", "out-dir", "save-dir", "out"), ("--out", "--set logging.folder=FOLDER")),
     **dict.fromkeys(("text", "dataset", "train-data", "data"), ("--set data.paths=FILE",)),
+    **dict.fromkeys(("epochs", "num-train-epochs"), ("--set schedule.steps=N",)),
     **dict.fromkeys(("max-tokens", "max-new-tokens", "length"), ("--tokens",)),
     **dict.fromkeys(("get", "key", "list"), ("--show",)),
     **dict.fromkeys(("cuboid", "layout"), ("--cuboid", "--only 'cuboid 2,2,2'", "--explain")),
