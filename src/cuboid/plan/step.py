@@ -59,7 +59,8 @@ class StageTotals:
     def at(self, which: Array) -> "StageTotals":
         """Of some candidates."""
         marks = [each.at(which) for each in self.marks]
-        return StageTotals(self.layers, self.forward.at(which), self.both.at(which), marks)
+        behind = {axis: each[which] for axis, each in self.behind.items()}
+        return StageTotals(self.layers, self.forward.at(which), self.both.at(which), marks, behind)
 
 
 def stage_totals(
