@@ -94,8 +94,8 @@ def cpu(
         bytes_sent = sum(message.bytes for rank in sent[each] for message in rank)
         found.append(Lean(each.name, steps[each], steps[one], bares[each], bytes_sent))
     report.write(out / "cpu.json", {"problem": problem.export(), "rows": [each.export() for each in found]})
-    columns = ("layout", "CPU s a step", "one device", "sent, MB", "ns a byte", "least", "step / least")
-    table = Table(*columns, title="CPU seconds a step, all ranks together, links unshaped", title_justify="left")
+    columns = ("layout", "CPU s per step", "one device", "sent, MB", "ns per byte", "least", "step / least")
+    table = Table(*columns, title="CPU seconds per step, all ranks together, links unshaped", title_justify="left")
     for row in found:
         numbers = (row.step.median, median(row.serial), 1e-6 * row.bytes, row.nanoseconds, row.least, row.ratio)
         table.add_row(row.name, *(f"{number:.2f}" for number in numbers))

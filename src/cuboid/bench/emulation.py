@@ -77,7 +77,7 @@ def measure(shape: Cuboid, problem: Problem, rounds: int, slow: SlowMotion, cons
     pairs = [Pair(str(shape), name, rate, [], []) for name in ("off", "on")]
     with Cluster(shape.ranks, rate) as cluster, Pool(shape.ranks, cluster) as pool:
         for i in range(rounds):
-            console.print(f"{shape}, {rate} a host: round {i + 1} of {rounds}", highlight=False)
+            console.print(f"{shape}, {rate} per host: round {i + 1} of {rounds}", highlight=False)
             for pair, layout in zip(pairs, (off, on), strict=True):
                 both = [(pair.real, None), (pair.emulated, slow)]
                 for steps_so_far, device in both if i % 2 == 0 else reversed(both):

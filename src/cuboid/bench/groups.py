@@ -103,7 +103,7 @@ def groups(
     trial = Trial(problem, ranks, layouts, slow.links.between, slow)
     rows = bench(result, [trial], pace, out, console).rows
     gain = Gain.of(rows)
-    _show(rows, gain, f"{ranks} ranks, {slow.hardware.node} a host, {slow.links.group} hosts a group", console)
+    _show(rows, gain, f"{ranks} ranks, {slow.hardware.node} per host, {slow.links.group} hosts per group", console)
     names, steps = [row.layout.name for row in rows], [row.spread("step") for row in rows]
     title = f"Two groups of hosts, their link {slow.links.uplink}, a host's {slow.links.between}: {gain.measured:.2f} ×"
     pictures = draw_planned(title, names, steps, [row.planned or 0.0 for row in rows], out / "groups")
@@ -114,7 +114,7 @@ def groups(
 
 def _show(rows: Sequence[Row], gain: Gain, title: str, console: Console) -> None:
     columns = ["layout", "step", "quartiles", "planned", "apart", "busy", "sent", "crossed", "bytes", "CPU"]
-    table = Table(*columns, title=f"Seconds a step; {title}", title_justify="left")
+    table = Table(*columns, title=f"Seconds per step; {title}", title_justify="left")
     for row in rows:
         step, share, plan = row.spread("step"), row.cpu_share, row.planned or 0.0
         figures = [

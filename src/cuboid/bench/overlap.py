@@ -191,7 +191,7 @@ def measure(
     even = even_rate(off, problem, probe, slow) if apart else 8e-6 * probe.crossed / probe.step
     for ratio in RATIOS if apart and shape.ranks <= 8 else RATIOS[:1]:
         rate = f"{even / ratio:.1f}mbit"
-        console.print(f"{shape}: communication : compute = {ratio:g}, {rate} a host", highlight=False)
+        console.print(f"{shape}: communication : compute = {ratio:g}, {rate} per host", highlight=False)
         with Cluster(shape.ranks, rate) as cluster, Pool(shape.ranks, cluster) as pool:
             ons: list[Times] = []
             offs: list[Times] = []
@@ -251,7 +251,7 @@ def overlap(
     where = f", {slow.without_links()}" if slow is not None else ""
     columns = COLUMNS if slow is None else COLUMNS[:-3]  # an emulated device has no CPU seconds, nor traces
     more = BESIDE if micro_batches > 1 else []
-    table = Table(*columns, *more, title=f"Seconds a step, schedule off and on{where}", title_justify="left")
+    table = Table(*columns, *more, title=f"Seconds per step, schedule off and on{where}", title_justify="left")
     for each in found:
         table.add_row(*each.cells()[: len(columns)], *each.beside_cells())
     console.print(table)

@@ -49,7 +49,7 @@ def draw(result: Result, folder: Path) -> list[Path]:
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    where = f"{rates[0]} a host" if rates[0] else "unshaped links"
+    where = f"{rates[0]} per host" if rates[0] else "unshaped links"
     slow = result.rows[0].slow
     where += f", emulated devices {slow.hardware.name}" if slow is not None else ""
     figure.suptitle(f"cuboid bench {result.bench}: {sizes[-1]} ranks, {where}", x=0.01, ha="left")
@@ -126,7 +126,7 @@ def draw_planned(
     axes.scatter(planned, places, 400, "black", marker="|", label="planned", zorder=3)
     axes.set_yticks(places, names)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds a step: median and quartiles")
+    axes.set_xlabel("seconds per step: median and quartiles")
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -174,7 +174,7 @@ def _lines(axes: Axes, rows: Sequence[Row], xs: dict[int, float]) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.tick_params(axis="y", which="minor", labelsize="small")
-    axes.set_ylabel("seconds a step")
+    axes.set_ylabel("seconds per step")
     axes.legend(frameon=False, fontsize="small")
 
 
@@ -200,7 +200,7 @@ def _parts(axes: Axes, rows: Sequence[Row]) -> None:
         axes.barh(_names(rows), lengths, left=left, color=colours, alpha=shade)
         left = [a + b for a, b in zip(left, lengths, strict=True)]
     axes.invert_yaxis()
-    axes.set_xlabel("seconds a step: forward, backward, optimizer (dark to light)")
+    axes.set_xlabel("seconds per step: forward, backward, optimizer (dark to light)")
 
 
 def _speed_up(axes: Axes, rows: Sequence[Row]) -> None:

@@ -23,7 +23,7 @@ def show(result: Result, console: Console) -> None:
         groups.setdefault((row.rate, row.ranks), []).append(row)
     for (rate, ranks), rows in groups.items():
         slow = rows[0].slow
-        where = str(slow) if slow is not None else f"{rate} a host" if rate else "links unshaped"
+        where = str(slow) if slow is not None else f"{rate} per host" if rate else "links unshaped"
         console.print(_table(rows, _times(rows), f"{ranks} ranks, {where}"))
         console.print()
         console.print(_table(rows, _details(rows) if slow is None else _slow_details()))
@@ -106,7 +106,7 @@ def _details(rows: Sequence[Row]) -> Columns:
 
 def _slow_remarks(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "Emulated devices: local work is timed, not done; messages are real. Seconds a step; busy, exposed: of the "
+        "Emulated devices: local work is timed, not done; messages are real. Seconds per step; busy, exposed: of the "
         "step, a device computing and waiting for messages; sent: bytes of a rank; inside, crossed: bytes the "
         "busiest host's ranks sent to one another and to other hosts; planned: seconds by the planner for "
         "the same figures; CPU: of the cores' time, the ranks' own; "
@@ -138,7 +138,7 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
     crossed = "; crossed: bytes the busiest host sent to others; network: their time at the link's rate" * bool(
         rows[0].rate
     )
-    lines = [f"Seconds a step; sent, peak: bytes of a rank{crossed}; waited: of the step, for communication."]
+    lines = [f"Seconds per step; sent, peak: bytes of a rank{crossed}; waited: of the step, for communication."]
     wrong = [row.layout.name for row in rows if not row.as_predicted]
     lines.append(f"Bytes differ from the formula: {', '.join(wrong)}." if wrong else "Bytes equal the formula's.")
     if rows[0].rate:

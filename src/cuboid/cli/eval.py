@@ -71,7 +71,7 @@ def eval_(
     if as_json:
         typer.echo(json.dumps({"perplexity": found.perplexity, "nats": found.nats, "tokens": found.tokens}))
     else:
-        typer.echo(f"perplexity {found.perplexity:.4f}, {found.nats:.4f} nats a token, {found.tokens:,} tokens")
+        typer.echo(f"perplexity {found.perplexity:.4f}, {found.nats:.4f} nats per token, {found.tokens:,} tokens")
 
 
 def tokens_of(origin: Origin, text: list[Path], max_bad: float) -> Tokens:

@@ -297,7 +297,7 @@ def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> N
     devices = f"{ranking.devices} device{'s' * (ranking.devices > 1)}"
     console.print(
         f"{c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {quantity(c.parameters)} parameters; "
-        f"{devices} of {escape(hw.name)}, {hw.node} a node; {w.micro_batches} × {w.batch} × {w.seq} tokens, "
+        f"{devices} of {escape(hw.name)}, {hw.node} per node; {w.micro_batches} × {w.batch} × {w.seq} tokens, "
         f"{w.precision}; {ranking.considered} candidates ranked in {ranking.seconds:.2g} s",
         highlight=False,
         soft_wrap=True,

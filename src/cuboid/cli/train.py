@@ -260,7 +260,7 @@ def show(outcome: Outcome) -> None:
         console.print(outcome.sample)
         console.rule()
     console.print(
-        f"{outcome.steps} steps in {duration(outcome.seconds)}. Validation loss {outcome.val_loss:.4f} nats a token; "
+        f"{outcome.steps} steps in {duration(outcome.seconds)}. Validation loss {outcome.val_loss:.4f} nats per token; "
         f"knowing only how frequent each token is: {outcome.unigram:.4f}"
     )
     files = [

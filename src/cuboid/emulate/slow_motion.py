@@ -85,7 +85,7 @@ class SlowMotion:
         layer = 12 * (hidden * self.shrink) ** 2
         return (
             f"stands for hidden {hidden * self.shrink:,.0f} and {tokens * self.shrink:,.0f} tokens, "
-            f"{layer / 1e6:,.0f}M parameters a layer (1B are {1e9 / layer:.1f} layers); run are hidden "
+            f"{layer / 1e6:,.0f}M parameters per layer (1B are {1e9 / layer:.1f} layers); run are hidden "
             f"{hidden:,} and {tokens:,} tokens, links {self.factor:,.0f} × and FLOP rates "
             f"{self.factor * self.shrink:,.0f} × slower, so that a step takes {self.times:,.0f} × as long"
         )

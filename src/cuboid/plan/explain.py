@@ -62,7 +62,7 @@ def nothing_fits(ranking: Ranking, only: Cuboid | None = None) -> str:
     largest = max(least.memory, key=lambda kind: least.memory[kind])
     which = f"nothing fits: the smallest, {least.cuboid}" if only is None else f"{least.cuboid} does not fit: it"
     head = (
-        f"{which} needs {gigabytes(least.peak)} a device of {gigabytes(hw.memory)} with recompute "
+        f"{which} needs {gigabytes(least.peak)} of {gigabytes(hw.memory)} per device with recompute "
         f"{least.choice.recompute}, most of it {largest} ({gigabytes(least.memory[largest])})"
     )
     return f"{head}; {remedy(hw, ranking.work, ranking.devices, only)}"
@@ -103,6 +103,6 @@ def corner(ranking: Ranking, name: str) -> str:
     """Why a corner has no plan."""
     large = next((plan for plan in ranking.too_large if CORNERS[name](plan.cuboid)), None)
     if large is not None:
-        return f"{name}: does not fit; {large.cuboid} needs {gigabytes(large.peak)} a device."
+        return f"{name}: does not fit; {large.cuboid} needs {gigabytes(large.peak)} per device."
     c, devices = ranking.work.config, ranking.devices
     return f"{name}: {devices} devices, heads={c.heads}, hidden={c.hidden} and batch={ranking.work.batch} have none."

@@ -260,7 +260,7 @@ PRESETS: dict[str, Hardware] = {
             "rate": "assumed: cuBLAS on large squares, 76% of fp16's peak and 90% of fp32's",
             "stream": "assumed: 88% of 900 GB/s, as BabelStream reaches",
             "inside": "assumed: NVLink 2 ring of four GPUs; " + _NCCL,
-            "node, across": "assumed: four GPUs and one EDR card a node, 88% of its 100 Gbit/s, latencies",
+            "node, across": "assumed: four GPUs and one EDR card per node, 88% of its 100 Gbit/s, latencies",
             "tile, units": "assumed: 128 × 128, a tile that cuBLAS often takes, on the datasheet's 80 multiprocessors",
             "attention": "assumed: half of an A100's share, without FlashAttention-2 for its generation",
         },

@@ -219,7 +219,7 @@ def bian() -> list[Line]:
     one_d = Megatron(24, 3072, 64, 64, 1, batch, batch, seq=seq, vocab=64)
     two_d = replace(one_d, tensor=8, sequence=True)  # nothing is held twice
     rivals = {"1-D": (2.32, one_d.seconds(hw, "fp32", 4)), "2-D": (1.57, summa_seconds(hw, two_d))}
-    where = "64 V100, 4 a node, EDR; fp32; 24 blocks, batch 24 × 512 in every layout, full recompute; nothing hidden"
+    where = "64 V100, 4 per node, EDR; fp32; 24 blocks, batch 24 × 512 in every layout, full recompute; nothing hidden"
     lines = []
     for axis in ("z", "x"):
         cube = cube_seconds(hw, one_d, axis)

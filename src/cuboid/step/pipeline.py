@@ -7,7 +7,7 @@ function. Of m micro-batches, with F, B and W the times of a stage's forward, ba
     gpipe         all forwards, then all backwards                                          idle (p-1)(F+B)
     1f1b          so many forwards as places follow; then a forward and a backward in turn  idle (p-1)(F+B)
                   At most p micro-batches are alive.
-    interleaved   the same with two or more stages a rank, hence shorter ones               idle (p-1)(F+B)
+    interleaved   the same with two or more stages per rank, hence shorter ones             idle (p-1)(F+B)
     zero-bubble   a backward leaves its weight gradients: they follow it by as many         idle (p-1)(F+B-2W)
                   backwards as there are places before, and fill the wait at the end
     beside        forwards beside backwards: twice as many ahead, and one more, so that     idle (p-1)(F+B)
@@ -182,7 +182,7 @@ def orders(schedule: Schedule, pipe: int, count: int) -> list[Order]:
         near = [max(n for n in fits if n < count), min(n for n in fits if n > count)]
         raise ValueError(
             f"{count} micro-batches cannot be dealt out in rounds of about pipe={pipe} to {schedule.stages} stages a "
-            f"rank; use {near[0]} or {near[1]} micro-batches, or one stage a rank"
+            f"rank; use {near[0]} or {near[1]} micro-batches, or one stage per rank"
         )
     return [ORDERS[schedule.pipeline](shape, place) for place in range(pipe)]
 

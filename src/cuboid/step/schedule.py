@@ -80,8 +80,8 @@ class Schedule:
             raise ValueError(f"pipeline={self.pipeline!r} is not one of {', '.join(PIPELINES)}")
         if (self.pipeline, self.stages > 1) in (("1f1b", True), ("interleaved", False)):
             raise ValueError(
-                f"pipeline={self.pipeline!r} with {self.stages} stages a rank: 1f1b has one, interleaved two or more; "
-                "use the other name, or another number"
+                f"pipeline={self.pipeline!r} with {self.stages} stages per rank: 1f1b has one, interleaved two or "
+                "more; use the other name, or another number"
             )
 
 

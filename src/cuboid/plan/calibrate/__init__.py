@@ -119,7 +119,7 @@ def across_hosts(found: Calibration, ranks: int) -> Calibration:
 
 def unmeasured(level: str, world: World) -> str:
     """The note in the file on links that no two ranks had."""
-    return f"not measured: {world.size} ranks, {world.local_size} a node; calibrate {REMEDY[level]}"
+    return f"not measured: {world.size} ranks, {world.local_size} per node; calibrate {REMEDY[level]}"
 
 
 def cores_shared(world: World) -> int:
