@@ -38,7 +38,15 @@ HELD = [
 ]
 
 
-@pytest.mark.parametrize(("config", "cuboid", "choice", "backend"), HELD, ids=lambda each: str(each)[:40])
+#: Those that `make test` runs: one for each backend.
+QUICK = (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("config", "cuboid", "choice", "backend"),
+    [pytest.param(*each, marks=[] if i in QUICK else pytest.mark.slow) for i, each in enumerate(HELD)],
+    ids=lambda each: str(each)[:40],
+)
 def test_planner_peak_of_every_place_matches_dry_run(
     config: ModelConfig, cuboid: Cuboid, choice: Choice, backend: str
 ) -> None:
