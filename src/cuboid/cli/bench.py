@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cuboid.cli.command import Command, Group, one_of
+from cuboid.cli.command import Command, CommandGroup, one_of
 from cuboid.cli.option import option
 from cuboid.run.started import is_first, under_torchrun
 
-app = typer.Typer(name="bench", cls=Group, add_completion=False)
+app = typer.Typer(name="bench", cls=CommandGroup, add_completion=False)
 
 
 @dataclass(frozen=True)

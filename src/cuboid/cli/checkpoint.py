@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.cli.bar import bar
-from cuboid.cli.command import Command, Group
+from cuboid.cli.command import Command, CommandGroup
 from cuboid.cli.option import JSON, option
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.train.progress import duration, quantity
 
-app = typer.Typer(name="checkpoint", cls=Group, add_completion=False)
+app = typer.Typer(name="checkpoint", cls=CommandGroup, add_completion=False)
 
 RUN = Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")]
 

@@ -80,7 +80,7 @@ class Command(Readable, TyperCommand):
         return super().parse_args(ctx, [_current(word, known) for word in args])
 
 
-class Group(Readable, TyperGroup):
+class CommandGroup(Readable, TyperGroup):
     """A command with commands of its own."""
 
 

@@ -7,13 +7,13 @@ import typer
 from rich.console import Console
 
 from cuboid.cli.bar import bar
-from cuboid.cli.command import Command, Group
+from cuboid.cli.command import Command, CommandGroup
 from cuboid.cli.option import option
 from cuboid.cli.say import warn
 from cuboid.data.faults import MAX_BAD
 from cuboid.train.config import DataSection
 
-app = typer.Typer(name="data", cls=Group, add_completion=False)
+app = typer.Typer(name="data", cls=CommandGroup, add_completion=False)
 
 
 @app.callback()

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from cuboid.cli.command import Command, Group
+from cuboid.cli.command import Command, CommandGroup
 
 #: Per group of commands: each one's name, the module and the name in it, and what it does.
 GROUPS = {
@@ -61,7 +61,7 @@ class Imported(Mapping[str, Any]):
         return len(HOMES)
 
 
-class Commands(Group):
+class Commands(CommandGroup):
     """Knows every command by its name and summary, and imports the one that is called."""
 
     def __init__(self, **kwargs: Any) -> None:
