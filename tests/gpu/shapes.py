@@ -1,4 +1,5 @@
-"""What steps launch on a GPU, as JSON for test_shapes.py: `shapes.py budgets`, `cases`, `orders` or `broken`."""
+"""What steps launch on a GPU, as JSON for test_shapes.py: `shapes.py budgets`, or `cases`, `orders` or `broken`
+and names."""
 
 import counting  # noqa: F401, I001  before torch
 
@@ -92,9 +93,9 @@ if __name__ == "__main__":
     if what == "budgets":
         found: Any = {str(k): budget(k) for k in (Cuboid(8, 1, 1), Cuboid(2, 2, 2))}
     elif what == "cases":
-        found = {name: case(name) for name in CASES}
+        found = {name: case(name) for name in words}
     elif what == "orders":
-        found = {name: order(name) for name in ("xyz in four", "replicas, beside")}
+        found = {name: order(name) for name in words}
     else:
         found = {planted: broken(planted) for planted in words}
     print(json.dumps(found))

@@ -1,13 +1,29 @@
 """No schedule touches what a collective reads or writes while it is under way, as on a GPU it may be."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import pytest
 
 Emulate = Callable[..., Any]
 
 
-def test_gpu_schedules_have_no_race(emulate: Emulate) -> None:
-    for name, launched in emulate("races.py", "steps").items():
+FAST = ("bf16", "two sub-batches", "replicas, beside", "pipe")
+OTHERS = (
+    "prefetch",
+    "no prefetch",
+    "four sub-batches",
+    "chunks",
+    "recomputed",
+    "attention recomputed",
+    "retained",
+    "sequence",
+)
+
+
+@pytest.mark.parametrize("names", [FAST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["fast", "others"])
+def test_gpu_schedules_have_no_race(emulate: Emulate, names: Sequence[str]) -> None:
+    for name, launched in emulate("races.py", "steps", *names).items():
         assert isinstance(launched, list), f"{name}: {launched}"
         assert min(launched) > 20, name
 
