@@ -163,7 +163,7 @@ def test_calibrate_measures_usable_hardware(pool) -> None:
     assert 0 <= found.hardware.slowdown <= 1
     assert set(found.hardware.inside) == set(hardware.KINDS)
     assert not found.hardware.across
-    assert found.hardware.source["across"].startswith("not measured: 2 ranks, 2 a node; calibrate with torchrun")
+    assert found.hardware.source["across"].startswith("not measured: 2 ranks, 2 per node; calibrate with torchrun")
 
 
 def counted(world: World) -> tuple[int, int, float]:
@@ -206,7 +206,7 @@ def test_calibrate_cli_one_rank_leaves_links_unmeasured(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     said = run("calibrate", path, "--ranks", 1, "--tokens", 64)
     for where in ("inside", "across"):
-        assert f"Links {where} nodes: not measured: 1 ranks, 1 a node" in said
+        assert f"Links {where} nodes: not measured: 1 ranks, 1 per node" in said
     one = hardware.load(str(path))
     assert one.inside == one.across == {}
     words = [*SMALL, "--dtype", "fp32", "--hardware", str(path)]
