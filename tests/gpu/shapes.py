@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chosen import chosen
 from counting import count, per_layer
 from cuboid.layers.attend import Attend
 from cuboid.mesh.cuboid import Cuboid
@@ -93,7 +94,7 @@ if __name__ == "__main__":
     if what == "budgets":
         found: Any = {str(k): budget(k) for k in (Cuboid(8, 1, 1), Cuboid(2, 2, 2))}
     elif what == "cases":
-        found = {name: case(name) for name in words}
+        found = {name: case(name) for name in chosen(words, CASES)}
     elif what == "orders":
         found = {name: order(name) for name in words}
     else:

@@ -37,16 +37,12 @@ BUDGETS = {"8,1,1": (90, 6, 10.5, 150.5), "2,2,2": (220, 120, 16.0, 92.2)}
 FAST = ("x", "z in fp32", "xyz in four", "xyz recomputed", "x through the sequence")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [FAST, pytest.param([name for name in MOST if name not in FAST], marks=pytest.mark.slow)],
-    ids=["fast", "others"],
-)
+@pytest.mark.parametrize("names", [FAST, pytest.param(("but", *FAST), marks=pytest.mark.slow)], ids=["fast", "others"])
 def test_gpu_step_launches_no_more_than_it_has(emulate: Emulate, names: Sequence[str]) -> None:
     found = emulate("shapes.py", "cases", *names)
     assert {name: each["waits"] for name, each in found.items() if each["waits"]} == {}
     counts = {name: (each["kernels"], each["calls"], each["events"]) for name, each in found.items()}
-    assert list(counts) == list(names)
+    assert counts.keys() == (MOST.keys() - set(FAST) if names[0] == "but" else set(FAST))
     assert {name: of for name, of in counts.items() if any(a > b for a, b in zip(of, MOST[name], strict=True))} == {}
 
 
