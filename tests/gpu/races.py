@@ -106,7 +106,7 @@ CASES: dict[str, tuple[ModelConfig, Cuboid, int, dict[str, Any]]] = {
 
 
 def step(world: World, name: str, planted: str = "") -> int:
-    """So many messages a rank of a case launches, forward and backward, twice."""
+    """The number of messages that a rank of a case launches, forward and backward, twice."""
     config, cuboid, batch, options = CASES[name]
     options = {"schedule": Schedule(), "recompute": "none", "policy": Policy(), "several": 1, "dtype": None} | options
     mesh = Mesh(cuboid, world.rank, world.device)

@@ -33,7 +33,7 @@ LEAST_GAIN, MOST_APART = 1.2, 0.15
 def planned(
     slow: SlowMotion, problem: Problem, ranks: int, top: int, told: Callable[[str], None] = lambda _: None
 ) -> list[Layout]:
-    """The shapes planned to be fastest, so many cuboids and so many pipelines, each with the best there is for it."""
+    """The fastest planned cuboids and pipelines, up to a number of each, with the best options for each."""
     found: dict[tuple[Any, ...], tuple[float, Layout]] = {}
     for count in (n for n in range(1, problem.batch + 1) if problem.batch % n == 0):
         told(f"Planning with {count} micro-batches")

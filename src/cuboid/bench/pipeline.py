@@ -53,7 +53,7 @@ class PlayedStep:
 
 @dataclass(frozen=True)
 class Idle:
-    """Of one schedule on a pipe of so many ranks."""
+    """One schedule on a pipe, and its number of ranks."""
 
     pipeline: str
     pipe: int

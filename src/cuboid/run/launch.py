@@ -73,7 +73,7 @@ class World:
 
     @property
     def crowded(self) -> bool:
-        """Whether emulated hosts have so many ranks per core that threads which poll for messages matter."""
+        """Whether emulated hosts have enough ranks per core for threads that poll for messages to matter."""
         return self.host is not None and self.size > CROWD * (os.cpu_count() or 1)
 
 
