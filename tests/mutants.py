@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant("dX of one linear replaces the others'", PRODUCT, "Product.run", "add=i > 0", "add=False"),
     Mutant("a bias of another block", PRODUCT, "Out.bias", "[self._block]", "[0]"),
     Mutant(
-        "X gathered again from the wrong shard",
+        "X regathered from the wrong shard",
         PRODUCT,
         "Product.__call__",
         "partial(self.X.gather, X_s, chunks)",
@@ -69,22 +69,22 @@ MUTANTS = [
     Mutant(
         "chunks joined one behind another",
         PRODUCT,
-        "join",
-        "torch.cat([chunk.unflatten(0, (parts, -1)) for chunk in chunks], 1).flatten(0, 1)",
+        "join_chunks",
+        "torch.cat([chunk.unflatten(0, (shards, -1)) for chunk in chunks], 1).flatten(0, 1)",
         "torch.cat(list(chunks))",
     ),
     Mutant("a bias's gradient of the last sub-batch", PRODUCT, "add_up", "db += dY", "db[:] = dY"),
     Mutant("X not gathered early", PRODUCT, "Product.run", "aside = before()", "aside = nothing()"),
-    Mutant("X never gathered again", PRODUCT, "Product.run", ", again.launch())", ")"),
+    Mutant("X never regathered", PRODUCT, "Product.run", ", saved.launch())", ")"),
     Mutant(
         "chunks of dY out of order",
         PRODUCT,
         "Product.run",
-        "again.flights, dY_mn, w",
-        "again.flights, dY_mn[::-1], w",
+        "saved.flights, dY_mn, w",
+        "saved.flights, dY_mn[::-1], w",
     ),
     Mutant("frozen linears take others' columns", PRODUCT, "Out.trained", "zip(group, self", "zip(group[::-1], self"),
-    Mutant("retained X gathered again", PRODUCT, "Product.__call__", "trained and not self.retain", "trained"),
+    Mutant("retained X regathered", PRODUCT, "Product.__call__", "trained and not self.retain", "trained"),
     Mutant("chunks that do not divide", PRODUCT, "chunk_count", "lcm(y, z)", "max(y, z)"),
     # weights
     Mutant(
@@ -193,14 +193,14 @@ MUTANTS = [
     Mutant(
         "keys for values",
         OP,
-        "Some.__call__",
+        "OnItems.__call__",
         "(*left, *Y, *right)",
         "(*left, *Y[::-1], *right)",
     ),
     Mutant("turns by a rank's own sizes", OP, "_move", "tokens * width * X.element_size()", "X.nbytes"),
     # embedding, head, loss, norm
     Mutant("the first row taken for another's", EMBEDDING, "_own", "local >= 0", "local > 0"),
-    Mutant("a table's gradient not begun at zero", EMBEDDING, "_add_rows", "if not add:", "if False:"),
+    Mutant("an embedding's gradient not zeroed first", EMBEDDING, "_add_rows", "if not add:", "if False:"),
     Mutant("targets of another z", HEAD, "HeadLoss._rows", "[mesh.z.index]", "[0]"),
     Mutant("the head's gradient begun anew", HEAD, "HeadLoss.__call__", "dW if found else dW.zero_()", "dW.zero_()"),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS = [
     ),
     Mutant("fp16 sums that overflow", HEAD, "shrinkage", "if dtype == torch.float16 else 1.0", "if False else 1.0"),
     Mutant("parts of a row not on one scale", LOSS, "Loss.merge", "(exps * (tops - top).exp())", "exps"),
-    Mutant("moments merged with a wrong weight", NORM, "merge", "* (n // len(parts))", "* n"),
+    Mutant("moments merged with a wrong weight", NORM, "merge", "* (n // len(shards))", "* n"),
     Mutant("a sign of the norm", NORM, "gradient", "value=-1", "value=1"),
     Mutant(
         "a norm's sums of a part taken for the whole",

@@ -13,7 +13,7 @@ from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Mesh
 from cuboid.run.launch import Pool, World
-from cuboid.step.op import Layer, Local, Some, chain, diagonal, fork, local, nothing, recomputed, residual
+from cuboid.step.op import Layer, Local, OnItems, chain, diagonal, fork, local, nothing, recomputed, residual
 from cuboid.step.weights import MOST_IN_FLIGHT, Bucket, Gathered, Sums, Tensors
 
 
@@ -35,7 +35,7 @@ def times(at: Where, X: Tensor) -> Tensor:
 def combined(a: nn.Parameter, b: nn.Parameter) -> tuple[Layer, Callable[[Tensor], Tensor]]:
     """A layer of all combinators, and the same as a function."""
     branches = fork(local(torch.sin), local(torch.mul, a), local(torch.mul, b))
-    joined = chain(branches, Some(0, 1, Local(lambda x, y: (x * y, x + y))), local(lambda x, y, z: x + y * z))
+    joined = chain(branches, OnItems(0, 1, Local(lambda x, y: (x * y, x + y))), local(lambda x, y, z: x + y * z))
     layer = chain(residual(joined), recomputed(diagonal(times), local(torch.tanh)), recomputed(Local(torch.mul, b)))
 
     def function(X: Tensor) -> Tensor:

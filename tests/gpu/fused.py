@@ -5,7 +5,7 @@ KERNELS = {
     "statistics": 1,
     "merged_scaled": 1,
     "sums_alone": 3,
-    "gradient_again": 1,
+    "fused_gradient": 1,
     "rotate": 2,
     "rotate backward": 1,
     "swiglu": 1,

@@ -16,7 +16,7 @@ from cuboid.comm.transport.nccl import add_up
 from cuboid.layers.activation import swiglu
 from cuboid.layers.attention import rotate
 from cuboid.layers.loss import Loss
-from cuboid.layers.norm import gradient_again, merged_scaled, statistics, sums_alone
+from cuboid.layers.norm import fused_gradient, merged_scaled, statistics, sums_alone
 from cuboid.layers.randomness import dropout
 
 S, B, D, V = 64, 2, 128, 512
@@ -36,7 +36,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     statistics: (bf16(S, B, D), False),
     merged_scaled: (fp32(1, 1, S, B), bf16(S, B, D), D, 1e-5, False, bf16(D)),
     sums_alone: (bf16(S, B, D), bf16(S, B, D), fp32(1, S, B), bf16(D), D, [True]),
-    gradient_again: (bf16(S, B, D), bf16(S, B, D), fp32(1, S, B), bf16(D), fp32(1, S, B, 1)),
+    fused_gradient: (bf16(S, B, D), bf16(S, B, D), fp32(1, S, B), bf16(D), fp32(1, S, B, 1)),
     rotate: (bf16(S, B, 4, 32), fp32(S, 1, 1, 16), fp32(S, 1, 1, 16)),
     swiglu: (bf16(S, B, D), bf16(S, B, D)),
     dropout: (bf16(S, B, D), 0.1, torch.tensor(12345), ROWS),

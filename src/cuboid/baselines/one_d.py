@@ -45,7 +45,7 @@ from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import residual_dropout
 from cuboid.model.parallel import Role
 from cuboid.model.rotary import rotation
-from cuboid.step.op import Ahead, Back, Layer, chain, moved
+from cuboid.step.op import Ahead, Back, Layer, chain, collective
 from cuboid.step.schedule import OFF, Schedule
 from cuboid.step.weights import Gathered
 
@@ -140,7 +140,7 @@ class OneD:
         takes = "attended" if heads else "inner"
         product = MegatronLinear([linear._replace(bias=None)], "copy", ALONE, takes, "residual")
         bias = [] if linear.bias is None else [Bias(linear.bias)]
-        return chain(product, moved(self._after, self.mesh.y, self.config.hidden), *bias)
+        return chain(product, collective(self._after, self.mesh.y, self.config.hidden), *bias)
 
     def dropout(self, name: str) -> Layer:
         return residual_dropout(self.config, name)

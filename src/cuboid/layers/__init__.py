@@ -1,1 +1,1 @@
-"""The layers: one equation a file."""
+"""Layers: one equation per file."""

@@ -1,11 +1,11 @@
-"""Attention on a cuboid: a rank has whole sequences of a block of heads, and all it needs is local, but
+"""Attention on a cuboid. A rank has full sequences of a block of heads, so attention is local, with two exceptions:
 
-    few key heads    that y·z cannot split come out of their linear split by tokens: they are gathered over y and z, and
-                     each rank picks those that its queries need
-    long sequences   where x splits the sequence too, keys and values are gathered over the ranks that share it; each
-                     has a piece from either end, so that causal work is even
+    few key heads    If y·z cannot split the key heads, their linear gives keys and values split by tokens. They are
+                     gathered over y and z, and each rank picks the heads that its queries need.
+    long sequences   If x splits the sequence too, keys and values are gathered over the ranks that share it. Each rank
+                     has a piece from either end, which balances causal work.
 
-Saved: queries, keys and values as attention sees them, its output, a number per row.
+Saved: queries, keys and values as attention uses them, its output, and a number per row.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from cuboid.comm.flight import Pause, Steps
 from cuboid.fuse import Fuse, plain
 from cuboid.layers.attention import Cache, attend, attend_both_ways, attend_cached, rotate
 from cuboid.mesh.layout import ceil_div
-from cuboid.step.op import Layer, Local, Some, chain, moved, recomputed
+from cuboid.step.op import Layer, Local, OnItems, chain, collective, recomputed
 from cuboid.step.weights import Gathered
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -30,8 +30,8 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(eq=False)
 class Attend:
-    """(q, k, v) [s, b, (h e)], k and v [s/z, b, …] where there are few -> [s, b, (h e)]. `heads` and `kv_heads` are the
-    global numbers, `norms` the weights of RMSNorms of queries and keys."""
+    """(q, k, v) [s, b, (h e)] -> [s, b, (h e)]. With few key heads, k and v are [s/z, b, …]. `heads` and `kv_heads` are
+    global counts; `norms` are the weights of QK-norm."""
 
     heads: int
     kv_heads: int
@@ -47,14 +47,14 @@ class Attend:
 
     def __post_init__(self) -> None:
         few = self.kv_heads % (self.y.size * self.z.size) != 0
-        self._first: list[Layer] = [Some(1, 2, chain(*self._pick()))] if few else []
+        self._before: list[Layer] = [OnItems(1, 2, chain(*self._pick()))] if few else []
         if self.norms:
-            self._first.append(Some(0, 1, recomputed(Local(self._normalised, *self.norms))))
-        self._here = chain(*self._first, Local(self._attend, placed=True))
+            self._before.append(OnItems(0, 1, recomputed(Local(self._normalised, *self.norms))))
+        self._local = chain(*self._before, Local(self._attend, placed=True))
 
     def __call__(self, qkv: QKV, w: Gathered, at: Any) -> Steps:
         (s, b, width), axis = qkv[0].shape, at.place.context
-        layer = self._here if axis.size == 1 else self._over(axis, width)
+        layer = self._local if axis.size == 1 else self._over(axis, width)
         steps = layer(qkv, w, at)
         del qkv
         yield Pause(work=4 * s * s * axis.size * b * width)
@@ -62,7 +62,7 @@ class Attend:
         return found
 
     def _by_head(self, *each: Tensor) -> tuple[Tensor, ...]:
-        """[s, b, (h e)] -> [s, b, h, e], but what has heads already"""
+        """[s, b, (h e)] -> [s, b, h, e]; leaves x that already has heads"""
         return tuple(x.unflatten(-1, (-1, self.head_dim)) if x.dim() == 3 else x for x in each)
 
     def _normalised(self, q: Tensor, k: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -70,11 +70,11 @@ class Attend:
 
     def _rotated(self, at: Any, q: Tensor, k: Tensor, v: Tensor) -> QKV:
         q, k, v = self._by_head(q, k, v)
-        turn = at.place.rotation(q.dtype)
-        if turn is None:
+        rotation = at.place.rotation(q.dtype)
+        if rotation is None:
             return q, k, v
-        v = v if self.norms else v.contiguous()  # else the view would keep q's and k's memory as well
-        return self.fuse(rotate)(q, *turn), self.fuse(rotate)(k, *turn), v
+        v = v if self.norms else v.contiguous()  # a view would keep q and k alive
+        return self.fuse(rotate)(q, *rotation), self.fuse(rotate)(k, *rotation), v
 
     def _attend(self, at: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = self._rotated(at, q, k, v)
@@ -87,31 +87,31 @@ class Attend:
     def _over(self, context: Axis, width: int) -> Layer:
         gathered = chain(
             Local(lambda k, v: torch.cat((k, v), 2)),
-            moved("all_gather", context, 2 * width),
+            collective("all_gather", context, 2 * width),
             Local(partial(in_order, context.size)),
         )
         return chain(
-            *self._first, Local(self._rotated, placed=True), Some(1, 2, gathered), Local(self._pieces, placed=True)
+            *self._before, Local(self._rotated, placed=True), OnItems(1, 2, gathered), Local(self._pieces, placed=True)
         )
 
     def _pieces(self, at: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Of the two pieces of a rank's queries."""
+        """Attention of the two pieces of this rank's queries."""
         context = at.place.context
         if not self.causal:
             return attend_both_ways(q, k, v, at.place.seq)
         piece = len(q) // 2
-        stops = (context.index + 1) * piece, (2 * context.size - context.index) * piece  # nothing later is looked at
-        parts = zip(q.contiguous().chunk(2), stops, strict=True)
-        return torch.cat([attend(q_i, k[:stop], v[:stop]) for q_i, stop in parts])
+        stops = (context.index + 1) * piece, (2 * context.size - context.index) * piece  # later keys are masked
+        pieces = zip(q.contiguous().chunk(2), stops, strict=True)
+        return torch.cat([attend(q_i, k[:stop], v[:stop]) for q_i, stop in pieces])
 
     # Few key heads
 
     def _pick(self) -> list[Layer]:
-        """(k, v) of fewer heads than y·z, split by tokens over z and by features over y -> the heads of this rank."""
+        """(k, v) split by tokens over z and by features over y -> the key heads that this rank's queries need."""
         y, z, kv_dim, layers, first = self.y, self.z, self.kv_heads * self.head_dim, list[Layer](), 0
         width = ceil_div(kv_dim, y.size)
         if self.kv_heads % y.size:
-            layers += [Local(partial(padded, width)), moved("all_gather", y, 2 * kv_dim / z.size)]
+            layers += [Local(partial(padded, width)), collective("all_gather", y, 2 * kv_dim / z.size)]
             layers.append(Local(partial(features_joined, kv_dim)))
             width = kv_dim
         else:
@@ -121,19 +121,19 @@ class Attend:
         need = [h * self.kv_heads // self.heads - first for h in range(top, top + mine)]
         each = sorted(set(need))
         if [head for head in each for _ in range(mine // len(each))] == need:
-            need = each  # every key head serves as many of our queries
-        layers += [Local(lambda k, v: torch.cat((k, v), -1)), moved("all_gather", z, 2 * width)]
+            need = each  # every key head serves the same number of this rank's queries
+        layers += [Local(lambda k, v: torch.cat((k, v), -1)), collective("all_gather", z, 2 * width)]
         return [*layers, Local(partial(picked, need, self.head_dim))]
 
 
-def in_order(parts: int, kv: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values of all ranks' pieces, in the order of the sequence."""
-    pieces = kv.chunk(2 * parts)
+def in_order(ranks: int, kv: Tensor) -> tuple[Tensor, ...]:
+    """Put the pieces of all ranks into sequence order -> (k, v)."""
+    pieces = kv.chunk(2 * ranks)
     return torch.cat((*pieces[::2], *pieces[::-2])).chunk(2, 2)
 
 
 def padded(width: int, k: Tensor, v: Tensor) -> Tensor:
-    return torch.stack([F.pad(part, (0, width - part.shape[-1])) for part in (k, v)])[None]
+    return torch.stack([F.pad(x, (0, width - x.shape[-1])) for x in (k, v)])[None]
 
 
 def features_joined(kv_dim: int, kv: Tensor) -> tuple[Tensor, ...]:
@@ -141,5 +141,5 @@ def features_joined(kv_dim: int, kv: Tensor) -> tuple[Tensor, ...]:
 
 
 def picked(need: Sequence[int], e: int, kv: Tensor) -> tuple[Tensor, ...]:
-    parts = (part.unflatten(-1, (-1, e)) for part in kv.chunk(2, -1))
-    return tuple(torch.stack([part[:, :, head] for head in need], 2) for part in parts)
+    by_head = (x.unflatten(-1, (-1, e)) for x in kv.chunk(2, -1))
+    return tuple(torch.stack([x[:, :, head] for head in need], 2) for x in by_head)

@@ -39,7 +39,7 @@ class HeadLoss:
     fuse: Fuse = plain
 
     takes, gives = "residual", "loss"
-    spares_dX = True  # where it is a stage by itself and the lowest that is trained
+    spares_dX = True  # if the head is a stage by itself and the lowest that is trained
 
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
         mesh, (s, b) = self.mesh, at.targets.shape

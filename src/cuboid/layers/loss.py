@@ -1,11 +1,11 @@
-"""Cross entropy from parts of a row of logits, with ignored targets, label smoothing and z-loss.
+"""Cross entropy of sharded rows of logits, with ignored targets, label smoothing and z-loss.
 
-With l the logits of a row, V of them, t the target and e the smoothing:
+l are the V logits of a row, t is the target, e the smoothing, ζ the weight of the z-loss:
 
     loss = (1−e) (lse − l_t) + e (lse − mean(l)) + ζ lse²
     dl   = softmax(l) (1 + 2 ζ lse) − (1−e) [t] − e/V
 
-A part of the row gives (max, Σ exp(l − max), l_t if it has it, Σ l); the parts' rows merge into the whole's.
+A shard of the row gives (max, Σ exp(l − max), l_t or 0, Σ l); `merge` combines the shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,9 +45,9 @@ class Loss:
             raise ValueError(f"z_loss={self.z_loss} must not be negative")
 
     def parts(self, logits: Tensor, targets: Tensor, start: int) -> Tensor:
-        """logits [r, v] of the classes from `start` on, targets [r] -> [4, r]."""
+        """logits [r, v] of classes `start` to `start` + v, targets [r] -> [4, r], what `merge` needs of them."""
         rows, classes = logits.shape
-        if classes == 0:  # the last ranks of a small vocabulary own none of it
+        if classes == 0:  # with a small vocabulary, the last ranks hold none of it
             zero = logits.new_zeros(rows)
             return torch.stack((zero - torch.inf, zero, zero, zero))
         top = logits.amax(-1)
@@ -58,7 +58,7 @@ class Loss:
         return torch.stack((top, exps, at_target, logits.sum(-1)))
 
     def merge(self, parts: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-        """parts [p, 4, r] -> the sum of the rows' losses, how many rows count, and lse [r]."""
+        """parts [p, 4, r] -> (sum of losses, number of rows that count, lse [r])."""
         tops, exps, at_target, total = parts.unbind(1)
         top = tops.amax(0)
         lse = top + (exps * (tops - top).exp()).sum(0).log()
@@ -70,7 +70,7 @@ class Loss:
     def gradient(
         self, logits: Tensor, targets: Tensor, start: int, lse: Tensor, vocab: int, dtype: torch.dtype
     ) -> Tensor:
-        """d(sum of the rows' losses)/d logits, in `dtype`. The memory of the logits is used up."""
+        """d(sum of losses)/d logits [r, v], in `dtype`. Overwrites the logits."""
         classes = logits.shape[1]
         d = logits.sub_(lse[:, None]).exp_()
         if self.z_loss:
@@ -87,8 +87,8 @@ class Loss:
 
 @dataclass(eq=False)
 class OwnLoss:
-    """X [s, b, d] -> [sum of losses, how many count], of a function of one's own: fn(X, targets) -> (sum, count), for a
-    rank's part of the residual stream. Over `axes` it is summed here, over the others with all losses."""
+    """X [s, b, d] -> [sum of losses, number that count], by a user's fn(X, targets) -> (sum, count) on a rank's shard.
+    This layer sums over `axes`; the runner sums over the others."""
 
     fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
     axes: Sequence[Axis] = ()

@@ -1,12 +1,13 @@
 """LayerNorm and RMSNorm of rows whose features are split over z.
 
-A row's statistics are merged from its parts': (mean, M2) by Chan's rule, since E[x²]−E[x]² loses everything to rounding
-when the mean is large; Σx² for RMSNorm. Backward needs two row sums (one for RMSNorm), all-reduced over z in one call.
+Each rank computes statistics of its shard of a row, which are then merged: Σx² for RMSNorm, (mean, M2) by Chan's rule
+for LayerNorm, because E[x²]−E[x]² loses everything to rounding when the mean is large. Backward needs two row sums (one
+for RMSNorm), all-reduced over z in one call.
 
     y  = x̂ w + b,  x̂ = (x − mean) r
     dx = r (g − mean(g) − x̂ mean(g x̂)),  g = dy w          (RMSNorm: without mean(g))
 
-Saved: x, and one or two numbers a row.
+Saved: x, and one or two numbers per row.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from cuboid.step.weights import Gathered
 
 @dataclass(eq=False)
 class Normalise:
-    """x [s, b, d/z] -> the same: LayerNorm with a bias, RMSNorm without."""
+    """x [s, b, d/z] -> y [s, b, d/z]: LayerNorm if there is a bias, else RMSNorm."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -54,9 +55,9 @@ class Normalise:
             if self.fuse is plain:
                 g, x_hat, sums, *dw = backward_sums(dy, x, stats, w[self.weight], n, self._trained)
                 finish = partial(gradient, g, x_hat, stats[-1][..., None])
-            else:  # g and x̂ are made again: fused, that takes less than to write and read them
+            else:  # recomputes g and x̂: fused, that is faster than writing and reading them
                 sums, *dw = self.fuse(sums_alone)(dy, x, stats, w[self.weight], n, self._trained)
-                finish = partial(self.fuse(gradient_again), dy, x, stats, w[self.weight])
+                finish = partial(self.fuse(fused_gradient), dy, x, stats, w[self.weight])
             flight = all_reduce(sums, self.z)
             self._add(w, dw)
             del dy, dw, sums, w
@@ -66,7 +67,7 @@ class Normalise:
         return y, Back(run) if at.train else None
 
     def _native(self, x: Tensor, w: Gathered, at: Any) -> tuple[Tensor, Back | None]:
-        """PyTorch's own, where z splits nothing; its CPU kernel has statistics as narrow as x."""
+        """PyTorch's kernel, for z = 1. On a CPU it keeps statistics in the dtype of x."""
         shape, (weight, bias) = x.shape[-1:], (w[p] for p in self._parameters)
         y, mean, r = torch.native_layer_norm(x, shape, weight, bias, self.eps)
 
@@ -84,7 +85,7 @@ class Normalise:
         return [p.requires_grad for p in self._parameters]
 
     def _add(self, w: Gathered, gradients: Sequence[Tensor]) -> None:
-        """Of those that are trained."""
+        """Add the gradients of trained parameters."""
         for parameter, gradient in zip([p for p in self._parameters if p.requires_grad], gradients, strict=True):
             w.add(parameter, gradient)
 
@@ -98,13 +99,13 @@ def statistics(x: Tensor, centred: bool) -> Tensor:
     return torch.stack((mean[..., 0], torch.linalg.vector_norm(x - mean, dim=-1).square()))[None]
 
 
-def merge(parts: Tensor, n: int, eps: float, centred: bool) -> Tensor:
-    """Every part's statistics, of n features in all -> [2, s, b] (mean, r) or [1, s, b] (r)."""
+def merge(shards: Tensor, n: int, eps: float, centred: bool) -> Tensor:
+    """Statistics of all shards of rows of n features -> [2, s, b] (mean, r) or [1, s, b] (r)."""
     if not centred:
-        return torch.rsqrt(parts.sum(0) / n + eps)
-    means, M2s = parts[:, 0], parts[:, 1]
+        return torch.rsqrt(shards.sum(0) / n + eps)
+    means, M2s = shards[:, 0], shards[:, 1]
     mean = means.mean(0)
-    M2 = M2s.sum(0) + (means - mean).square().sum(0) * (n // len(parts))
+    M2 = M2s.sum(0) + (means - mean).square().sum(0) * (n // len(shards))
     return torch.stack((mean, torch.rsqrt(M2 / n + eps)))
 
 
@@ -121,15 +122,15 @@ def scaled(x: Tensor, stats: Tensor, w: Tensor, b: Tensor | None = None) -> Tens
 
 
 def merged_scaled(
-    parts: Tensor, x: Tensor, n: int, eps: float, centred: bool, *weights: Tensor
+    shards: Tensor, x: Tensor, n: int, eps: float, centred: bool, *weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """y, and the merged statistics"""
-    stats = merge(parts, n, eps, centred)
+    """(y, merged statistics)"""
+    stats = merge(shards, n, eps, centred)
     return scaled(x, stats, *weights), stats
 
 
 def sums_alone(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, n: int, trained: Sequence[bool]) -> tuple[Tensor, ...]:
-    """`backward_sums` without g and x̂, to be fused: row sums, then those of weights."""
+    """`backward_sums` without g and x̂, to be fused: row sums, then dw and db if trained."""
     x_hat = normalised(x, stats)
     dy, w = dy.to(x_hat.dtype), w.to(x_hat.dtype) / n
     products = (dy, dy * x_hat) if len(stats) == 2 else (dy * x_hat,)
@@ -138,8 +139,8 @@ def sums_alone(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, n: int, trained:
     return torch.stack(rows) if len(rows) > 1 else rows[0][None], *of_weights
 
 
-def gradient_again(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, sums: Tensor) -> Tensor:
-    """dx, from what is held anyway"""
+def fused_gradient(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, sums: Tensor) -> Tensor:
+    """dx, with g and x̂ recomputed"""
     x_hat = normalised(x, stats)
     g = dy.to(x_hat.dtype) * w.to(x_hat.dtype)
     return gradient(g, x_hat, stats[-1][..., None], sums).to(x.dtype)
@@ -148,7 +149,7 @@ def gradient_again(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, sums: Tensor
 def backward_sums(
     dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, n: int, trained: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """g and x̂; this part of the row sums, mean(g) (LayerNorm) and mean(g x̂); dw, and db (LayerNorm), if trained."""
+    """g and x̂; this shard's row sums, mean(g) (LayerNorm) and mean(g x̂); dw, and db (LayerNorm), if trained."""
     x_hat = normalised(x, stats)
     dy, w = dy.to(x_hat.dtype), w.to(x_hat.dtype)
     products = (dy, dy * x_hat) if len(stats) == 2 else (dy * x_hat,)

@@ -9,18 +9,18 @@ the role it lacks:
     dgrad     dX = RS_n( AG_k(dY) · AG_m(W)  )        (2)
     wgrad     dW = RS_m( AG_k(dY)ᵀ · AG_n(X) )        (3)
 
-AG_m and RS_m of the weights are the bucket's (step/weights.py); the rest is here. It pauses wherever it would wait:
+The bucket does AG_m and RS_m of the weights (step/weights.py); the rest is here. It pauses wherever it would wait:
 
     forward    launch AG_n(X) | wait, multiply (1), launch RS_k(Y) | wait, add the bias
-    backward   launch AG_k(dY), and AG_n(X) unless it was kept or is on its way | wait, multiply (2), launch RS_n(dX)
-               and AG_n(X) of the product that backward comes to next, multiply (3) | wait
+    backward   launch AG_k(dY), and AG_n(X) unless it was retained or is in flight | wait, multiply (2), launch
+               RS_n(dX) and AG_n(X) of the next product in backward, multiply (3) | wait
 
-X may be split over n by tokens or by heads, Y over k likewise. Split by heads, the gathered tensor is a stack of
-blocks, one per rank, and the product is written block by block, so that neither gather nor scatter needs a copy.
+X is split over n by tokens or by heads, and Y over k likewise. If it is split by heads, the gathered tensor is a stack
+of blocks, one per rank, which are multiplied one by one, so that neither gather nor scatter needs a copy.
 
-With `chunks` all this is done for so many chunks of the tokens, one after another: a chunk is the same rows of every
-rank's part. Whole sequences are then put together again in their order; tokens split over k come out chunk by chunk,
-and an *out of* product that takes as many chunks gives them back in order.
+With `chunks`, all this is done for one chunk of the tokens after another. A chunk has the same rows of every rank's
+shard. Unsharded sequences are joined in order; tokens split over k come out chunk by chunk, and an *out of* product
+with the same number of chunks restores their order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,17 +50,17 @@ class Affine(NamedTuple):
 
 
 class Side:
-    """X or Y of a product: all-gathered over an axis before it is multiplied, reduce-scattered over it when it was
-    made; split over it by heads or by tokens. The `other` axis splits its features."""
+    """X or Y of a product: all-gathered over `axis` before a matmul, or reduce-scattered over it after one. `axis`
+    splits it by heads or by tokens, the `other` axis by features."""
 
     def __init__(self, axis: Axis, other: Axis, heads: bool) -> None:
         self.axis = axis
-        self.blocks = axis.size if heads else 1  # of what is gathered
-        self.parts = other.size if heads else 1  # that a chunk takes rows from
+        self.blocks = axis.size if heads else 1  # in the gathered tensor
+        self.shards = other.size if heads else 1  # a chunk takes rows from each
 
     def gather(self, X_s: Tensor, chunks: int) -> list[Flight]:
-        """[s, b, k], launched by chunk."""
-        return [all_gather(chunk, self.axis) for chunk in cut(X_s, chunks, self.parts)]
+        """Launch the all-gather of X_s [s, b, k], one per chunk."""
+        return [all_gather(chunk, self.axis) for chunk in split_chunks(X_s, chunks, self.shards)]
 
     def stack(self, X: Tensor) -> Tensor:
         """[(blocks s) b k] -> [blocks, m, k]."""
@@ -68,95 +68,95 @@ class Side:
         return X.reshape(self.blocks, s // self.blocks * b, k)
 
     def scatter(self, X_m: Tensor) -> Flight:
-        """[blocks, m, k], launched."""
+        """Launch the reduce-scatter of X_m [blocks, m, k]."""
         return reduce_scatter(X_m.flatten(0, 1), self.axis)
 
     def land(self, chunks: Sequence[Flight], b: int) -> Tensor:
-        """What was scattered, [(s b) k] -> [s, b, k]."""
+        """Wait for scattered chunks [(s b) k] -> [s, b, k]."""
         Ys = (chunk.wait() for chunk in chunks)
-        return join([Y.view(Y.shape[0] // b, b, Y.shape[1]) for Y in Ys], self.parts)
+        return join_chunks([Y.view(Y.shape[0] // b, b, Y.shape[1]) for Y in Ys], self.shards)
 
 
 class Out(Side):
-    """Y of linears whose outputs travel in one reduce-scatter, side by side in the last dim. `linears` are numbered as
-    the product's outputs."""
+    """Y of linears whose outputs share one reduce-scatter, concatenated along the last dim. The keys of `linears` are
+    the numbers of the product's outputs."""
 
     def __init__(self, k: Axis, n: Axis, heads: bool, linears: dict[int, Affine]) -> None:
         super().__init__(k, n, heads)
         self.places, self.linears, self._block = list(linears), list(linears.values()), k.index if heads else 0
         rows = [shard_range(linear.shape[0], n.size, n.index) for linear in self.linears]
-        self.widths = [(stop - start) // self.blocks for start, stop in rows]  # of each linear's columns in a block
+        self.widths = [(stop - start) // self.blocks for start, stop in rows]  # columns of each linear in a block
         self._biases = [linear.bias for linear in self.linears if linear.bias is not None]
-        # those multiplied as one matrix: all, unless each block has some rows of every weight
+        # Linears of a group are multiplied as one matrix. Split by heads, each block has rows of every weight.
         self.groups = [self.linears] if self.blocks == 1 else [[linear] for linear in self.linears]
         assert len(self._biases) in (0, len(linears)), "linears that share a scatter have a bias each or none at all"
 
     def multiply(self, X_mk: Tensor, w: Gathered) -> Flight:
-        """(1), and its scatter launched."""
+        """Compute (1) and launch its reduce-scatter."""
         Y_mn = X_mk.new_empty(self.blocks, X_mk.shape[1], sum(self.widths))
         for group, Y in zip(self.groups, self.columns(Y_mn), strict=True):
             multiply(X_mk, weight_of(group, w), Y)
         return self.scatter(Y_mn)
 
     def columns(self, Y: Tensor) -> Sequence[Tensor]:
-        """The part of Y [blocks, m, n] that belongs to each group."""
+        """The columns of Y [blocks, m, n] of each group."""
         return [Y] if len(self.groups) == 1 else self.by_linear(Y)
 
     def by_linear(self, Y: Tensor) -> Sequence[Tensor]:
-        """The part of Y [..., n] that belongs to each linear."""
+        """The columns of Y [..., n] of each linear."""
         return [Y] if len(self.linears) == 1 else Y.split_with_sizes(self.widths, -1)
 
     def trained(self, group: Sequence[Affine], dY: Tensor) -> Iterable[tuple[Sequence[Affine], Tensor]]:
-        """Linears of a group whose gradients are made together, and their part of dY: one by one where some parameters
-        are frozen."""
+        """Linears whose gradients are computed together, with their columns of dY: the whole group, or each linear by
+        itself if some parameters are frozen."""
         if len(group) == 1 or all(p is None or p.requires_grad for weight, bias, _ in group for p in (weight, bias)):
             return [(group, dY)]
-        return [([linear], part) for linear, part in zip(group, self.by_linear(dY), strict=True)]
+        return [([linear], columns) for linear, columns in zip(group, self.by_linear(dY), strict=True)]
 
     def bias(self, w: Gathered) -> Tensor | None:
-        """Of this rank's columns: of all of them split by tokens, of the k-th block split by heads."""
-        parts = [w[bias].view(self.blocks, -1)[self._block] for bias in self._biases]
-        return torch.cat(parts) if parts else None
+        """The bias of this rank's columns: of all if Y is split by tokens, of the k-th block if by heads."""
+        biases = [w[bias].view(self.blocks, -1)[self._block] for bias in self._biases]
+        return torch.cat(biases) if biases else None
 
 
-class Again:
-    """AG_n(X) for backward: gathered again when somebody first asks for it, or what was kept of it."""
+class SavedX:
+    """AG_n(X) for backward: regathered at the first `launch`, or retained in `flights`."""
 
     def __init__(self, gather: Callable[[], list[Flight]] | None, sent: float, axis: str) -> None:
         self._gather, self._sent, self._axis = gather, sent, axis
         self.flights: list[Flight] = []
 
     def launch(self) -> tuple[float, str]:
-        """The bytes that are on their way now and were not before."""
+        """Regather X unless done. Returns the bytes that this call launched, and their axis."""
         if self._gather is None:
             return nothing()
-        gather, self._gather = self._gather, None  # the shard goes with it
+        gather, self._gather = self._gather, None  # releases the shard
         self.flights = gather()
         return self._sent, self._axis
 
 
 @dataclass(eq=False)
 class Product:
-    """X [s, b, k] -> a tensor [s, b, n] for each linear; the tensor itself where there is one linear."""
+    """X [s, b, k] -> one tensor [s, b, n] per linear: a tuple if there are several linears."""
 
     linears: Sequence[Affine]
     k: Axis
     n: Axis
     heads: bool = False  # X is split by heads over n; else by tokens
-    by_heads: Sequence[bool] = ()  # which outputs are split by heads over k, none unless told; the others by tokens
-    retain: bool = False  # keep AG_n(X) for backward instead of gathering again
+    by_heads: Sequence[bool] = ()  # which outputs are split by heads over k (default: none); the others by tokens
+    retain: bool = False  # keep AG_n(X) for backward instead of regathering it
     chunks: int = 1  # at most
     takes: str = ""
     gives: str = ""
 
     def __post_init__(self) -> None:
-        self.X, which = Side(self.n, self.k, self.heads), self.by_heads or [False] * len(self.linears)
-        some = {heads: {i: each for i, each in enumerate(self.linears) if which[i] == heads} for heads in (True, False)}
-        self.outs = [Out(self.k, self.n, heads, linears) for heads, linears in some.items() if linears]
+        self.X, split = Side(self.n, self.k, self.heads), self.by_heads or [False] * len(self.linears)
+        chosen = {heads: {i: w for i, w in enumerate(self.linears) if split[i] == heads} for heads in (True, False)}
+        self.outs = [Out(self.k, self.n, heads, linears) for heads, linears in chosen.items() if linears]
         self.groups = [(out, group) for out in self.outs for group in out.groups]
 
     def pauses(self, m: int, itemsize: int) -> tuple[float, float, float]:
-        """Bytes of X and of Y that a rank receives, and FLOPs: by global shapes, the same on all ranks."""
+        """Bytes of X and of Y that a rank receives, and FLOPs. INVARIANT: the same on all ranks."""
         n = sum(linear.shape[0] for linear in self.linears) / self.n.size
         k = self.linears[0].shape[1] / self.k.size
         X, Y = (m * size * itemsize * (1 - 1 / axis.size) for size, axis in ((k, self.n), (n, self.k)))
@@ -168,7 +168,7 @@ class Product:
 
     @property
     def trained_share(self) -> float:
-        """Of the weights' elements: those that (3) is for. INVARIANT: the same on all ranks."""
+        """The trained share of the weights' elements. INVARIANT: the same on all ranks."""
         sizes = [(linear.shape[0], linear.weight.requires_grad) for linear in self.linears]
         return sum(n for n, trained in sizes if trained) / sum(n for n, _ in sizes)
 
@@ -179,35 +179,35 @@ class Product:
         trained = at.train and self.trained_share > 0
         Xs, Ys = self.X.gather(X_s, chunks), list[list[Flight]]()
         gather = partial(self.X.gather, X_s, chunks) if trained and not self.retain else None
-        again = Again(gather, X_bytes, self.n.name)
+        saved = SavedX(gather, X_bytes, self.n.name)
         del X_s, gather
         yield Pause(X_bytes, flops, self.n.name)
         while Xs:
             X = Xs.pop(0).wait()
             Ys.append([out.multiply(self.X.stack(X), w) for out in self.outs])  # (1)
             if self.retain and trained:
-                again.flights.append(landed(X))
+                saved.flights.append(landed(X))
             del X
         biases = [out.bias(w) for out in self.outs]
-        back = Back(partial(self.run, again, sizes, b, chunks), again.launch) if at.train else None
-        del again, w
+        back = Back(partial(self.run, saved, sizes, b, chunks), saved.launch) if at.train else None
+        del saved, w
         yield Pause(Y_bytes, axis=self.k.name)
-        found: list[Any] = [None] * len(self.linears)
+        outputs: list[Any] = [None] * len(self.linears)
         for out, bias, flights in zip(self.outs, biases, zip(*Ys, strict=True), strict=True):
             Y_s = out.land(flights, b)
             Y_s = Y_s if bias is None else Y_s.add_(bias)
             for place, Y in zip(out.places, out.by_linear(Y_s), strict=True):
-                found[place] = Y
-        return tuple(found) if len(found) > 1 else found[0], back
+                outputs[place] = Y
+        return tuple(outputs) if len(outputs) > 1 else outputs[0], back
 
-    def run(self, again: Again, sizes: Any, b: int, chunks: int, dYs: Any, w: Gathered, before: Ahead) -> Steps:
-        """(2) and (3)."""
+    def run(self, saved: SavedX, sizes: Any, b: int, chunks: int, dYs: Any, w: Gathered, before: Ahead) -> Steps:
+        """Backward: (2) and (3)."""
         X_bytes, Y_bytes, flops = sizes
         dYs = dYs if len(self.linears) > 1 else (dYs,)
         flights = [out.gather(side_by_side([dYs[i] for i in out.places]), chunks) for out in self.outs]
         del dYs
-        made = flops * self.trained_share
-        yield Pause(Y_bytes, flops if w.late else flops + made, self.k.name, again.launch())
+        wgrad_flops = flops * self.trained_share
+        yield Pause(Y_bytes, flops if w.late else flops + wgrad_flops, self.k.name, saved.launch())
         Ws = [weight_of(group, w) for _, group in self.groups]
         dX_flights, dY_mn = list[Flight](), list[list[Tensor]]()
         while flights[0]:
@@ -217,19 +217,20 @@ class Product:
             dX_mk = dY[0].new_empty(self.X.blocks, dY[0].shape[1], Ws[0].shape[1] // self.X.blocks)
             for i, (dY_n, W) in enumerate(zip(dY, Ws, strict=True)):
                 multiply_transposed(dY_n, W, dX_mk, add=i > 0)
-            dX_flights.append(self.X.scatter(dX_mk))  # (2), under wgrad's product
+            dX_flights.append(self.X.scatter(dX_mk))  # (2), overlaps with wgrad's matmul
             dY_mn.append(dY)
             del dX_mk, dY
         aside = before()
         del Ws
-        later = w.make(partial(self.weight_gradients, again.flights, dY_mn, w), made) if self.trains else None  # (3)
-        del dY_mn, w
+        wgrad = partial(self.weight_gradients, saved.flights, dY_mn, w)  # (3)
+        later = w.make(wgrad, wgrad_flops) if self.trains else None
+        del dY_mn, w, wgrad
         yield Pause(X_bytes, 0.0, self.n.name, aside, later)
         return self.X.land(dX_flights, b)
 
     def weight_gradients(self, Xs: list[Flight], dYs: list[list[Tensor]], w: Gathered) -> None:
         while dYs:
-            X_mk = self.X.stack(Xs.pop(0).wait()) if Xs else None  # needed by no frozen weight
+            X_mk = self.X.stack(Xs.pop(0).wait()) if Xs else None  # not gathered if all weights are frozen
             for dY_n, (out, group) in zip(dYs.pop(0), self.groups, strict=True):
                 for linears, dY in out.trained(group, dY_n):
                     weights = [linear.weight for linear in linears if linear.weight.requires_grad]
@@ -237,11 +238,11 @@ class Product:
                     if weights and X_mk is not None:
                         weight_gradient(dY, X_mk, *w.gradient(weights))
                     if biases:
-                        add_up(dY, *w.gradient(biases))  # dY is whole over k, so db needs no sum over k
+                        add_up(dY, *w.gradient(biases))  # dY is gathered over k, so db needs no sum over k
 
 
 def weight_of(group: Sequence[Affine], w: Gathered) -> Tensor:
-    """Of linears that are multiplied as one matrix."""
+    """The weight of linears that are multiplied as one matrix."""
     return joined([w[linear.weight] for linear in group])
 
 
@@ -258,7 +259,7 @@ def add_up(dY: Tensor, db: Tensor, add: bool) -> None:
 
 
 def chunk_count(s: int, y: int, z: int, wanted: int) -> int:
-    """Into how many equal chunks of whole rows a sequence of s can be taken, split by y as by z: at most `wanted`.
+    """The largest number, at most `wanted`, of equal chunks of s rows whose length y and z divide.
 
     >>> chunk_count(48, 2, 3, 4), chunk_count(36, 2, 3, 4)
     (4, 3)
@@ -267,23 +268,23 @@ def chunk_count(s: int, y: int, z: int, wanted: int) -> int:
     return next(n for n in range(min(wanted, rows), 0, -1) if rows % n == 0)
 
 
-def cut(X: Tensor, chunks: int, parts: int) -> Iterable[Tensor]:
-    """[(parts chunks r) b k] -> chunks of [(parts r) b k]"""
+def split_chunks(X: Tensor, chunks: int, shards: int) -> Iterable[Tensor]:
+    """[(shards chunks r) b k] -> chunks of [(shards r) b k]"""
     if chunks == 1:
         return (X,)
-    return (chunk.flatten(0, 1) for chunk in X.unflatten(0, (parts, -1)).chunk(chunks, 1))
+    return (chunk.flatten(0, 1) for chunk in X.unflatten(0, (shards, -1)).chunk(chunks, 1))
 
 
-def join(chunks: Sequence[Tensor], parts: int) -> Tensor:
-    """The inverse of `cut`."""
+def join_chunks(chunks: Sequence[Tensor], shards: int) -> Tensor:
+    """The inverse of `split_chunks`."""
     if len(chunks) == 1:
         return chunks[0]
-    return torch.cat([chunk.unflatten(0, (parts, -1)) for chunk in chunks], 1).flatten(0, 1)
+    return torch.cat([chunk.unflatten(0, (shards, -1)) for chunk in chunks], 1).flatten(0, 1)
 
 
 def tiles(Y: Tensor, X: Tensor, W: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
-    """Of every pair of blocks j, i: Y[j], X[i] and their tile W[j,i], all without a copy. W [n, k] has as many blocks
-    of rows as Y [blocks, m, n] and as many of columns as X [blocks, m, k]."""
+    """For every pair of blocks (j, i): Y[j], X[i] and their tile W[j,i], all views. W [n, k] has as many blocks of rows
+    as Y [blocks, m, n] and as many blocks of columns as X [blocks, m, k]."""
     (n, k), Ys, Xs = W.shape, Y.unbind(), X.unbind()
     for j, rows in enumerate(W.split(n // len(Ys)) if len(Ys) > 1 and n else [W] * len(Ys)):
         for i, tile in enumerate(rows.split(k // len(Xs), 1) if len(Xs) > 1 else [rows]):
@@ -309,8 +310,8 @@ def weight_gradient(dY: Tensor, X: Tensor, dW: Tensor, add: bool) -> None:
 
 
 def mm(A: Tensor, B: Tensor, out: Tensor, add: bool) -> None:
-    """out (+)= A B, into a view. A wider `out` adds up matmuls of low precision."""
-    if out.dtype != A.dtype and is_gpu(out.device):  # where a matmul can be of another dtype than its factors
+    """out (+)= A B, into a view. `out` may be wider than A and B, to add up matmuls of low precision."""
+    if out.dtype != A.dtype and is_gpu(out.device):  # only GPU matmuls can write another dtype than their operands'
         torch.addmm(out, A, B, out_dtype=out.dtype, beta=float(add), out=out)
     elif out.dtype != A.dtype:
         out.add_(A @ B) if add else out.copy_(A @ B)

@@ -146,7 +146,7 @@ def diagonal(fn: Callable[[Any, Tensor], Tensor]) -> Layer:
     return Transposable(apply, apply)
 
 
-def moved(kind: Kind, axis: Axis, width: float) -> Layer:
+def collective(kind: Kind, axis: Axis, width: float) -> Layer:
     """A collective. `width` is the number of elements that a token of X has: sizes of pauses are the same on all ranks
     even where X is not."""
     return Transposable(partial(_move, kind, axis, width), partial(_move, TRANSPOSE[kind], axis, width))
@@ -266,8 +266,8 @@ class Fork:
         return tuple(Ys), Back(run) if at.train else None
 
 
-class Some:
-    """X[first] to X[last] of a tuple through a layer, the others as they are."""
+class OnItems:
+    """Applies a layer to X[first] … X[last] of a tuple, and passes the others on."""
 
     takes = gives = ""
 
