@@ -59,10 +59,10 @@ class Encoder(Model):
 
     def stages(self) -> list[Stage]:
         return [
-            Stage("embed", self.embed.lookup(self.positions), [self.embed, self.positions], again=False),
+            Stage("embed", self.embed.lookup(self.positions), [self.embed, self.positions], in_backward=False),
             Stage("norm", self.norm),
             *(Stage(f"block {i}", block) for i, block in enumerate(self.blocks)),
-            Stage("head", self.embed.head_loss(), [self.embed], again=False),
+            Stage("head", self.embed.head_loss(), [self.embed], in_backward=False),
         ]
 
 

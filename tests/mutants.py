@@ -109,8 +109,8 @@ MUTANTS = [
         "the sum over replicas forgotten for one micro-batch",
         WEIGHTS,
         "Sums._sum_replicas",
-        "self._left[bucket] == 0",
-        "self._left[bucket] <= 1",
+        "self._pending_uses[bucket] == 0",
+        "self._pending_uses[bucket] <= 1",
     ),
     Mutant("replicas not summed", WEIGHTS, "Sums._sum_replicas", "bucket.mesh.replicas", "bucket.mesh.x"),
     Mutant("no sum over y", WEIGHTS, "Sums.finish", "(mesh.x, mesh.y, mesh.z)", "(mesh.x, mesh.z)"),
@@ -132,7 +132,7 @@ MUTANTS = [
         "by_weight(part.view(x.size, -1), list(message.values()))",
         "by_weight(part.view(x.size, -1), list(message.values()))[::-1]",
     ),
-    Mutant("late gradients made early", WEIGHTS, "Gathered.make", "if not self.late:", "if True:"),
+    Mutant("deferred gradients made early", WEIGHTS, "Gathered.make", "if not self.deferred:", "if True:"),
     # the runner
     Mutant(
         "targets of another sub-batch",
@@ -141,9 +141,15 @@ MUTANTS = [
         "self.targets.chunk(len(places), 1)",
         "self.targets.chunk(len(places), 1)[::-1]",
     ),
-    Mutant("a weight released early", RUNNER, "_Shelf.leave", "if self._left[i]:", "if self._left[i] > 1:"),
     Mutant(
-        "weights never released", RUNNER, "_Shelf.leave", "gathered = self._held.pop(i)", "gathered = self._held[i]"
+        "a weight released early", RUNNER, "_StageWeights.release", "if self._pending[i]:", "if self._pending[i] > 1:"
+    ),
+    Mutant(
+        "weights never released",
+        RUNNER,
+        "_StageWeights.release",
+        "gathered = self._held.pop(i)",
+        "gathered = self._held[i]",
     ),
     Mutant(
         "the kept weights of another stage",
@@ -160,18 +166,18 @@ MUTANTS = [
     Mutant(
         "the stage after the next prefetched",
         RUNNER,
-        "_Shelf.take",
-        "self._launch(i + self.step)",
-        "self._launch(i + 2 * self.step)",
+        "_StageWeights.acquire",
+        "self._launch(i + self.direction)",
+        "self._launch(i + 2 * self.direction)",
     ),
-    Mutant("no prefetch", RUNNER, "_Shelf.take", "self.ahead and len", "False and len"),
+    Mutant("no prefetch", RUNNER, "_StageWeights.acquire", "self.prefetch and len", "False and len"),
     Mutant("losses summed, not averaged", PLAY, "Player.play", "scale / len(batches)", "scale"),
     Mutant(
         "weight gradients never made",
         PLAY,
         "Player.play",
-        "settle(left.pop((i, stage)), sums, clock)",
-        "left.pop((i, stage))",
+        "settle(pending.pop((i, stage)), sums, clock)",
+        "pending.pop((i, stage))",
     ),
     Mutant("one micro-batch counted", PLAY, "Player.play", "len(batches) * uses", "uses"),
     Mutant("shared gradients not summed", POST, "exchange", "return x + theirs if first else theirs + x", "return x"),
@@ -197,7 +203,7 @@ MUTANTS = [
         "(*left, *Y, *right)",
         "(*left, *Y[::-1], *right)",
     ),
-    Mutant("turns by a rank's own sizes", OP, "_move", "tokens * width * X.element_size()", "X.nbytes"),
+    Mutant("turns by a rank's own sizes", OP, "_collective", "tokens * width * X.element_size()", "X.nbytes"),
     # embedding, head, loss, norm
     Mutant("the first row taken for another's", EMBEDDING, "_own", "local >= 0", "local > 0"),
     Mutant("an embedding's gradient not zeroed first", EMBEDDING, "_add_rows", "if not add:", "if False:"),

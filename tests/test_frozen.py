@@ -211,7 +211,7 @@ def steps_below(world: World) -> list[int]:
         model.freeze(frozen)
         seen = list[int]()
         losses = [loss_of(model, batch) for batch in batches_on(model.parallel)]
-        model.player.runners[0].between = seen.append
+        model.player.runners[0].on_stage = seen.append
         sum(losses).backward()  # type: ignore[union-attr]
         mesh.close()
         found.append(min(seen))

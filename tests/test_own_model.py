@@ -176,11 +176,11 @@ class Broken(Model):
 
 
 def embed(model: Broken) -> Stage:
-    return Stage("words", model.embed.lookup(), [model.embed], again=False)
+    return Stage("words", model.embed.lookup(), [model.embed], in_backward=False)
 
 
 def head(model: Broken) -> Stage:
-    return Stage("head", model.embed.head_loss(), [model.embed], again=False)
+    return Stage("head", model.embed.head_loss(), [model.embed], in_backward=False)
 
 
 MISTAKES: dict[str, tuple[Layers, Sequence[str]]] = {
@@ -238,7 +238,7 @@ def test_stage_whose_weights_are_not_named_says_so() -> None:
         lambda m: [embed(m), Stage("mix", chain(m.norm, m.mlp), [m.norm]), Stage("more", m.mlp), head(m)],
     )
     place, ids = model.parallel.place(2, 4), torch.zeros(4, 2, dtype=torch.long)
-    with pytest.raises(ValueError, match="a parameter of 96 elements, of no module that its stage names"):
+    with pytest.raises(ValueError, match="a parameter of 96 elements that belongs to no module of its stage"):
         model(ids, ids, place)
 
 

@@ -87,7 +87,7 @@ def accumulated_errors(world: World) -> list[float]:
 def sub_batch_error(dY: Tensor, X: Tensor, count: int) -> float:
     weight = torch.nn.Parameter(torch.zeros(dY.shape[1], X.shape[1]))
     bucket = Bucket({weight: Spec(tuple(weight.shape), ((), ()))}, Mesh(Cuboid(), alone=True), torch.bfloat16)
-    w = Gathered([bucket], bucket.gather()(), count, late=False)
+    w = Gathered([bucket], bucket.gather()(), count, deferred=False)
     for one, other in zip(dY.chunk(count), X.chunk(count), strict=True):
         weight_gradient(one[None], other[None], *w.gradient([weight]))
     ((_, land),) = w.reduce()

@@ -148,7 +148,7 @@ def gradients_by_move(world: World) -> list[tuple[str, int]]:
     model = Transformer(CuboidParallel(MODEL.replace(layers=2, dropout=0.0), Mesh(Cuboid(), alone=True)))
     place = model.parallel.place(8, 12)
     tokens, targets = (place.take(whole, 0) for whole in batch())
-    model.player.told = lambda moves: made.update({"+".join(map(str, moves)): 0})
+    model.player.on_moves = lambda moves: made.update({"+".join(map(str, moves)): 0})
     with patch.object(product, "weight_gradient", gradient):
         model.play([(tokens, At(place, targets))] * 2, parse("F0 F1+B0 W0 B1 W1"))
     return list(made.items())
@@ -223,7 +223,7 @@ def launched_beside(world: World, beside: bool) -> list[tuple[str, str, str]]:
     model = Transformer(CuboidParallel(MODEL.replace(layers=1), mesh, schedule=Schedule(beside=beside)), seed=2)
     place, now, found = model.parallel.place(8, 12), [""], list[tuple[str, str, str]]()
     tokens, targets = (place.take(whole, 0) for whole in batch())
-    model.player.told = lambda moves: now.append("+".join(map(str, moves)))
+    model.player.on_moves = lambda moves: now.append("+".join(map(str, moves)))
     launched = mesh.ledger.launched
 
     def launch(axis: str, kind: str, size: int) -> Any:

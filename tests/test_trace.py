@@ -27,7 +27,7 @@ def traced(world: World, text: Path, *changes: str) -> tuple[Trace, Trace, float
     trainer.step()
     exposed, counts, found = ledger.exposed(), ledger.counts(), recorder.end()
     off = trainer.trace_unscheduled()
-    assert trainer.recorder is trainer.model.player.told is ledger.spans is None
+    assert trainer.recorder is trainer.model.player.on_moves is ledger.spans is None
     assert ledger.counts() == counts
     assert all(p.grad is None for p in trainer.model.parameters())
     trainer.model.parallel.mesh.close()

@@ -9,7 +9,7 @@ import torch
 
 from cuboid import Cuboid, CuboidParallel, Mesh, ModelConfig, Pool, Transformer, World
 from cuboid.comm.transport.base import Transport
-from cuboid.mesh.layout import lay, shard_of
+from cuboid.mesh.layout import set_shard, shard_of
 from cuboid.step.weights import joined
 
 MODEL = ModelConfig("llama", layers=2, hidden=24, heads=4, ffn=48, vocab=16, context=8)
@@ -35,7 +35,7 @@ def moved(world: World, shape: Cuboid) -> tuple[bool, list[bool]]:
     block = [parameter for parameter in models[0].blocks[0].parameters() if parameter.dim() == 2]
     lying = len({shard_of(parameter).untyped_storage().data_ptr() for parameter in block}) == 1
     for parameter in models[1].parameters():
-        lay(parameter, shard_of(parameter).clone())
+        set_shard(parameter, shard_of(parameter).clone())
     losses = []
     for model in models:
         place = model.parallel.place(8, 8)

@@ -144,7 +144,7 @@ def play(
         if device is not None:
             with device.rehearsal():
                 runner.forward(*tokens)
-        runner.module.player.told = told
+        runner.module.player.on_moves = told
         for _ in range(rounds):
             runner.module.zero_grad()
             runner.ledger.reset()

@@ -207,7 +207,7 @@ class Product:
         flights = [out.gather(side_by_side([dYs[i] for i in out.places]), chunks) for out in self.outs]
         del dYs
         wgrad_flops = flops * self.trained_share
-        yield Pause(Y_bytes, flops if w.late else flops + wgrad_flops, self.k.name, saved.launch())
+        yield Pause(Y_bytes, flops if w.deferred else flops + wgrad_flops, self.k.name, saved.launch())
         Ws = [weight_of(group, w) for _, group in self.groups]
         dX_flights, dY_mn = list[Flight](), list[list[Tensor]]()
         while flights[0]:

@@ -164,7 +164,7 @@ def data_of(parameter: nn.Parameter) -> int:
     return parameter.untyped_storage()._cdata if isinstance(parameter, DTensor) else 0
 
 
-def lay(parameter: nn.Parameter, shard: Tensor) -> None:
+def set_shard(parameter: nn.Parameter, shard: Tensor) -> None:
     """Move the parameter to the memory of `shard`."""
     if isinstance(parameter, DTensor):
         parameter._local_tensor = shard

@@ -86,7 +86,7 @@ class Transformer(Model):
             self.lowest = self.split.stage_of(Trained(self.config, self.frozen).lowest)
 
     def _head(self) -> Stage:
-        return Stage("head", self.classifier.head_loss(), [self.classifier], again=False)
+        return Stage("head", self.classifier.head_loss(), [self.classifier], in_backward=False)
 
     def _segments(self, head: Stage | None) -> dict[int, Sequence[Stage]]:
         """This rank's stages, with the `head` at the end of the last stage."""
@@ -100,7 +100,9 @@ class Transformer(Model):
             assert self.embed is not None
             embed, dropout = self.embed.lookup(self.positions), self.parallel.dropout("embed")
             tables = [table for table in (self.embed, self.positions) if table is not None]
-            found.append(Stage("embed", chain(embed, dropout) if self.config.dropout else embed, tables, again=False))
+            found.append(
+                Stage("embed", chain(embed, dropout) if self.config.dropout else embed, tables, in_backward=False)
+            )
         for i in self.split.layers(number):
             block = self.get_submodule(f"blocks.{i}")
             layer: Layer = recomputed(block) if self.recompute == "full" else block  # type: ignore[arg-type, assignment]

@@ -1,1 +1,1 @@
-"""A training step: weights on their way, and what runs beside what."""
+"""A training step: its operations, its weights, and the schedule that interleaves them."""

@@ -2,14 +2,14 @@
 
     layer(X, w, at)            Steps -> (Y, back)   yields wherever it would wait for a collective
     back.run(dY, w, before)    Steps -> dX          hands the gradients of its weights to w, now or later
-    back.ahead()               launches what `run` will wait for besides dY, while the operation after it still works
+    back.ahead()               launches what `run` will wait for besides dY, while the previous backward still computes
 
-`w` are the unsharded weights of the stage (`Gathered`): in `run`, as backward has them. `at` says which tokens X are
-(`At`). `before()` is the `ahead` of the operation that backward comes to next. X and Y are tensors or tuples of
-tensors. Where `at.train` is False nothing is saved, and `back` is None.
+`w` are the unsharded weights of the stage (`Gathered`); `run` gets those of backward. `at` says which tokens X has
+(`At`). `before()` is the `ahead` of the next operation in backward. X and Y are tensors or tuples of tensors. If
+`at.train` is False, nothing is saved and `back` is None.
 
-A layer names the layouts it `takes` and `gives`, "" for any: combinators reject layers that do not fit when they are
-made. Layers are plain objects, so that `copy.deepcopy` of a model copies them with their parameters.
+A layer names the layouts it `takes` and `gives`, "" for any. Combinators check that their layers fit. Layers are plain
+objects, so that `copy.deepcopy` of a model copies them with their parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind
 from cuboid.comm.flight import Pause, Steps
 
-Ahead = Callable[[], tuple[float, str]]  # the bytes that it launched, over which axis
+Ahead = Callable[[], tuple[float, str]]  # returns the bytes that it launched, and their axis
 
 
 class Back(NamedTuple):
-    """The backward of one call of a layer. It runs once: what it saved is released as it goes."""
+    """The backward of one call of a layer. It runs once, and releases what was saved as it runs."""
 
     run: Callable[[Any, Any, Ahead], Steps]
     ahead: Ahead | None = None
@@ -48,11 +48,11 @@ def nothing() -> tuple[float, str]:
     return 0.0, ""
 
 
-# Local mathematics: autograd knows its derivative
+# Local mathematics, which autograd differentiates
 
 
 class _Enter(torch.autograd.Function):
-    """Where a graph begins. A leaf would live as long as its graph; these live only if something saves them."""
+    """The inputs of a graph. Leaves would live as long as the graph; these live only if an operation saves them."""
 
     @staticmethod
     def forward(ctx: Any, begin: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -60,11 +60,11 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise AssertionError("gradients are taken before they come here")
+        raise AssertionError("gradients are taken before backward reaches this node")
 
 
 def vjp(fn: Callable[..., Any], *xs: Tensor) -> tuple[Any, Callable[[Any], tuple[Tensor, ...]]]:
-    """fn(*xs), and the function from dY to the gradients of all xs. It can be called once.
+    """fn(*xs), and a function from dY to the gradients of all xs, which can be called once.
 
     >>> y, back = vjp(lambda a, b: a * b, torch.tensor(2.0), torch.tensor(3.0))
     >>> y, back(torch.tensor(1.0))
@@ -83,8 +83,8 @@ def vjp(fn: Callable[..., Any], *xs: Tensor) -> tuple[Any, Callable[[Any], tuple
 
 
 class Local:
-    """A layer of plain PyTorch, applied to a rank's part of X: Y = fn(*X, *parameters). It keeps what autograd saves of
-    fn. With `placed`, fn takes `at` first. Copies of parameters that were gathered are kept: they are small."""
+    """A layer of plain PyTorch on a rank's shard of X: Y = fn(*X, *parameters). It keeps what autograd saves for fn,
+    and copies of gathered parameters, which are small. With `placed`, fn takes `at` first."""
 
     def __init__(
         self, fn: Callable[..., Any], *parameters: nn.Parameter, placed: bool = False, takes: str = "", gives: str = ""
@@ -118,7 +118,7 @@ class Local:
         yield
 
 
-# Linear maps that know their transpose: nothing is saved
+# Linear maps with a known transpose, which save nothing
 
 
 class Transposable:
@@ -137,7 +137,7 @@ class Transposable:
 
 
 def diagonal(fn: Callable[[Any, Tensor], Tensor]) -> Layer:
-    """fn(at, X) multiplies each element by a number of its own: it is its own transpose."""
+    """An elementwise scaling fn(at, X). It is its own transpose."""
 
     def apply(at: Any, X: Tensor) -> Steps:
         return fn(at, X)
@@ -147,12 +147,12 @@ def diagonal(fn: Callable[[Any, Tensor], Tensor]) -> Layer:
 
 
 def collective(kind: Kind, axis: Axis, width: float) -> Layer:
-    """A collective. `width` is the number of elements that a token of X has: sizes of pauses are the same on all ranks
-    even where X is not."""
-    return Transposable(partial(_move, kind, axis, width), partial(_move, TRANSPOSE[kind], axis, width))
+    """A layer that is one collective. `width` is the number of elements per token of X, so that sizes of pauses are the
+    same on all ranks even if X is not."""
+    return Transposable(partial(_collective, kind, axis, width), partial(_collective, TRANSPOSE[kind], axis, width))
 
 
-def _move(kind: Kind, axis: Axis, width: float, at: Any, X: Tensor) -> Steps:
+def _collective(kind: Kind, axis: Axis, width: float, at: Any, X: Tensor) -> Steps:
     flight, tokens = COLLECTIVES[kind](X, axis), len(at.place.positions) * len(at.place.samples)
     sent = tokens * width * X.element_size() * (1 - 1 / axis.size)
     del X
@@ -169,7 +169,7 @@ def _ahead(backs: Sequence[Back]) -> Ahead | None:
 
 
 def fit(names: Sequence[str], layers: Sequence[Layer]) -> tuple[str, str]:
-    """The layouts a sequence of layers takes and gives. Raises where one does not take what the one before gives."""
+    """The layouts that a sequence of layers takes and gives. Raises if one does not take what the one before gives."""
     takes = now = ""
     for i, layer in enumerate(layers):
         if now and layer.takes and layer.takes != now:
@@ -182,7 +182,7 @@ def fit(names: Sequence[str], layers: Sequence[Layer]) -> tuple[str, str]:
 
 
 class Chain:
-    """One layer after another."""
+    """Runs one layer after another."""
 
     def __init__(self, *layers: Layer) -> None:
         self.layers = layers
@@ -199,7 +199,7 @@ class Chain:
         def run(dY: Any, w: Any, before: Ahead) -> Steps:
             while backs:
                 steps = backs.pop().run(dY, w, _ahead(backs) or before)
-                del dY  # the operation's alone, to release when it likes
+                del dY  # leaves the only reference to the operation, which may release it early
                 dY = yield from steps
             return dY
 
@@ -241,7 +241,7 @@ class Residual:
 
 
 class Fork:
-    """X -> (branches[0](X), branches[1](X), …), to be joined by a `local` layer."""
+    """X -> (branches[0](X), branches[1](X), …), for a `local` layer to join."""
 
     gives = ""
 
@@ -292,7 +292,7 @@ class OnItems:
 
 
 class Recomputed:
-    """The same layers, but X alone is kept: they run again in backward."""
+    """A chain that saves only X, and recomputes its layers in backward."""
 
     def __init__(self, *layers: Layer) -> None:
         inner = self.inner = chain(*layers)
@@ -303,14 +303,16 @@ class Recomputed:
         return Y, Back(partial(self._run, [X], at)) if at.train else None
 
     def _run(self, saved: list[Any], at: Any, dY: Any, w: Any, before: Ahead) -> Steps:
-        back = (yield from self.inner(saved.pop(), w, at))[1]  # nobody needs Y: it must not live while backward runs
+        back = (yield from self.inner(saved.pop(), w, at))[1]  # drops Y, which must not live while backward runs
         steps = back.run(dY, w, before)
         del dY, back
         dX = yield from steps
         return dX
 
 
-#: As models are written
+# What models are written with
+
+
 def local(
     fn: Callable[..., Any], *parameters: nn.Parameter, placed: bool = False, takes: str = "", gives: str = ""
 ) -> Layer:
@@ -348,7 +350,7 @@ def fork(*branches: Layer) -> Layer:
 
 
 def recomputed(*layers: Layer) -> Layer:
-    """As `chain`, but only X is saved: the layers run again in backward.
+    """As `chain`, but only X is saved, and the layers are recomputed in backward.
 
     Args:
         layers: Each takes the layout that the one before it gives.

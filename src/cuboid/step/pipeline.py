@@ -1,20 +1,21 @@
-"""Pipelines: which blocks a stage has, which stages a rank has, and the order in which each rank plays them, as data.
+"""Pipelines: the blocks of each stage, the stages of each rank, and the order in which each rank runs them, as data.
 
-A stage is consecutive blocks; the first has the embedding too, the last the final norm and the head. Stage s is played
-by place s mod p of a pipe of p: with v stages each, a rank's are p apart. The order of each place is made by one small
-function. Of m micro-batches, with F, B and W the times of a stage's forward, backward and the weight gradients in it:
+A stage is consecutive blocks. The first also has the embedding, the last the final norm and the head. Stage s runs at
+place s mod p of a pipe of p places; with v stages per place, a rank's stages are p apart. One small function makes the
+order of each place. m is the number of micro-batches; F, B and W are the times of a stage's forward, of its backward
+and of the weight gradients in it:
 
     gpipe         all forwards, then all backwards                                          idle (p-1)(F+B)
-    1f1b          so many forwards as places follow; then a forward and a backward in turn  idle (p-1)(F+B)
-                  At most p micro-batches are alive.
+    1f1b          one forward per following place, then forward and backward in turn;       idle (p-1)(F+B)
+                  at most p micro-batches are alive
     interleaved   the same with two or more stages per rank, hence shorter ones             idle (p-1)(F+B)
-    zero-bubble   a backward leaves its weight gradients: they follow it by as many         idle (p-1)(F+B-2W)
-                  backwards as there are places before, and fill the wait at the end
-    beside        forwards beside backwards: twice as many ahead, and one more, so that     idle (p-1)(F+B)
-                  both have what they need when they begin
+    zero-bubble   a backward postpones its weight gradients by as many backwards as         idle (p-1)(F+B-2W)
+                  there are earlier places; they fill the wait at the end
+    beside        forwards beside backwards, with twice as many forwards ahead, plus one,   idle (p-1)(F+B)
+                  so that both have their inputs when they begin
 
-A step takes v·m·(F+B) besides. torch.distributed.pipelining makes the same tables, but privately, inside of schedules
-that want its own stages and groups; the tests compare ours with them.
+The rest of a step takes v·m·(F+B). torch.distributed.pipelining makes the same tables, but privately, inside schedules
+that need its own stages and groups; the tests compare ours with them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,36 +26,36 @@ from typing import Any, NamedTuple
 
 from cuboid.step.schedule import Move, Order, Schedule
 
-Slots = Mapping[Move, tuple[Any, Any]]  # when moves begin and end
+Slots = Mapping[Move, tuple[Any, Any]]  # start and end of each move
 
 
 @dataclass(frozen=True)
 class Split:
-    """Blocks dealt to stages: so many to each, and stages to the places of a pipe."""
+    """The number of blocks of each stage, and the number of places of the pipe."""
 
     blocks: tuple[int, ...]
     pipe: int = 1
 
     @classmethod
     def of(cls, layers: int, pipe: int, schedule: Schedule) -> "Split":
-        """As the schedule says, or evenly; the first stages have one more where it does not go up. Raises if there are
-        more stages than blocks."""
+        """As the schedule says, or evenly, with the remainder in the first stages. Raises if there are more stages than
+        blocks."""
         stages, blocks = pipe * schedule.stages, schedule.split
         if pipe == 1 and (schedule.stages > 1 or blocks):
             raise ValueError(
-                f"stages={schedule.stages} a rank, split={list(blocks)}: a pipe of one is not split; use pipe of 2 or "
-                "more, or leave them out"
+                f"stages={schedule.stages} per rank, split={list(blocks)}: a pipe of one is not split; use pipe of 2 "
+                "or more, or leave them out"
             )
         if stages > layers:
             raise ValueError(
-                f"{layers} blocks cannot be split into {stages} stages, {schedule.stages} on each of pipe={pipe}; use "
-                f"at most {layers} stages: " + " or ".join(_fitting(layers, pipe, schedule.stages))
+                f"{layers} blocks cannot be split into {stages} stages, {schedule.stages} on each of pipe={pipe}; "
+                f"use at most {layers} stages: " + " or ".join(_fitting(layers, pipe, schedule.stages))
             )
         if not blocks:
             blocks = tuple(layers // stages + (i < layers % stages) for i in range(stages))
         if len(blocks) != stages or sum(blocks) != layers or min(blocks) < 1:
             raise ValueError(
-                f"split={list(blocks)} must name {stages} stages of a block or more, {layers} in all; such as "
+                f"split={list(blocks)} must have {stages} stages of 1 block or more, {layers} blocks in all; such as "
                 f"{[layers // stages + (i < layers % stages) for i in range(stages)]}"
             )
         return cls(blocks, pipe)
@@ -65,7 +66,7 @@ class Split:
         return len(self.blocks) - 1
 
     def stages(self, place: int) -> range:
-        """Those of a place of the pipe."""
+        """The stages of a place."""
         return range(place, len(self.blocks), self.pipe)
 
     def layers(self, stage: int) -> range:
@@ -73,12 +74,11 @@ class Split:
         starts = list(accumulate(self.blocks, initial=0))
         return range(starts[stage], starts[stage + 1])
 
-    def stage_of(self, part: int) -> int:
-        """The stage that has a part of the model, by its number among the embedding, the blocks, the last norm and the
-        head; the number of stages for what is none of them."""
+    def stage_of(self, module: int) -> int:
+        """The stage of a module, numbered among embedding, blocks, final norm and head; else the number of stages."""
         of_blocks = [stage for stage in range(len(self.blocks)) for _ in self.layers(stage)]
-        parts = [0, *of_blocks, self.last, self.last]
-        return parts[part] if part < len(parts) else self.last + 1
+        stages = [0, *of_blocks, self.last, self.last]
+        return stages[module] if module < len(stages) else self.last + 1
 
 
 def _fitting(layers: int, pipe: int, each: int) -> list[str]:
@@ -90,7 +90,7 @@ def _fitting(layers: int, pipe: int, each: int) -> list[str]:
 
 
 class Shape(NamedTuple):
-    """Of a pipeline: places, stages of each, micro-batches of a step."""
+    """The shape of a pipeline: p places, v stages per place, m micro-batches per step."""
 
     p: int
     v: int
@@ -98,7 +98,7 @@ class Shape(NamedTuple):
 
     @property
     def round(self) -> int:
-        """Micro-batches that pass a stage before a rank turns to its next: about as many as there are places."""
+        """Micro-batches that run through a stage before a rank turns to its next stage: about p."""
         return self.m // max(1, self.m // self.p)
 
     def forwards(self, place: int) -> list[Move]:
@@ -108,12 +108,12 @@ class Shape(NamedTuple):
         return moves
 
     def backwards(self, place: int) -> list[Move]:
-        """Stages in reverse."""
+        """The backwards of a place, through its stages in reverse."""
         last = self.p * self.v - 1
         return [Move("B", batch, last - stage) for _, batch, stage in self.forwards(self.p - 1 - place)]
 
     def ahead(self, place: int, each: int) -> int:
-        """Forwards before the first backward: to the last of its stages, and `each` for every place behind."""
+        """Forwards before the first backward: to reach its last stage, and `each` per following place."""
         return (self.v - 1) * self.round + each * (self.p - 1 - place)
 
 
@@ -155,7 +155,7 @@ def beside(shape: Shape, place: int) -> Order:
 
 
 def in_turns(shape: Shape, place: int, ahead: int) -> Order:
-    """So many forwards, then one forward and one backward at a time, then the backwards that are left."""
+    """`ahead` forwards, then pairs of a forward and a backward, then the remaining backwards."""
     forwards, backwards = shape.forwards(place), shape.backwards(place)
     ahead = min(ahead, len(forwards))
     pairs = [list(pair) for pair in zip(forwards[ahead:], backwards, strict=False)]
@@ -172,7 +172,7 @@ ORDERS: Mapping[str, Callable[[Shape, int], Order]] = {
 
 
 def orders(schedule: Schedule, pipe: int, count: int) -> list[Order]:
-    """Of every place of a pipe, for so many micro-batches. Raises if the schedule cannot deal them out."""
+    """The order of every place of a pipe, for `count` micro-batches. Raises if the schedule does not allow them."""
     shape = Shape(pipe, schedule.stages, count)
     if pipe == 1:
         return [schedule.order(count)]
@@ -181,14 +181,14 @@ def orders(schedule: Schedule, pipe: int, count: int) -> list[Order]:
         fits = [n for n in range(1, 2 * count + pipe) if n % max(1, n // pipe) == 0]
         near = [max(n for n in fits if n < count), min(n for n in fits if n > count)]
         raise ValueError(
-            f"{count} micro-batches cannot be dealt out in rounds of about pipe={pipe} to {schedule.stages} stages a "
+            f"{count} micro-batches cannot be split into rounds of about pipe={pipe} for {schedule.stages} stages per "
             f"rank; use {near[0]} or {near[1]} micro-batches, or one stage per rank"
         )
     return [ORDERS[schedule.pipeline](shape, place) for place in range(pipe)]
 
 
 def backward_until(lowest: int, orders: Sequence[Order]) -> list[Order]:
-    """The orders without the backwards of stages below `lowest`, which have nothing to train.
+    """The orders without the backwards of stages below `lowest`, which are not trained.
 
     >>> [[str(move) for (move,) in order] for order in backward_until(1, orders(Schedule(), 2, 2))]
     [['F0', 'F1'], ['F0', 'B0', 'F1', 'B1']]
@@ -201,7 +201,7 @@ def backward_until(lowest: int, orders: Sequence[Order]) -> list[Order]:
 
 
 def needed(move: Move, last: int) -> Move | None:
-    """The move of another stage whose message a move waits for."""
+    """The move of another stage whose message `move` waits for."""
     if move.kind == "F" and move.stage > 0:
         return move._replace(stage=move.stage - 1)
     return move._replace(stage=move.stage + 1) if move.kind == "B" and move.stage < last else None
@@ -217,13 +217,13 @@ def simulate(
     hop: Callable[[Move], Any] = no_time,
     later: Callable[[Any, Any], Any] = max,
 ) -> Slots:
-    """When every move begins and ends if the message that it makes takes `hop`, those of a lane one after another.
-    Moves beside each other begin when all have what they need, and end together. Seconds may be arrays, of several
-    pipelines in the same order, if `later` of two of them is one. Raises if places wait for one another."""
+    """Start and end of every move, if its message takes `hop` and messages of a lane follow one another. Moves beside
+    each other start when all have their inputs, and end together. Seconds may be arrays, for several pipelines with the
+    same orders, if `later` is their maximum. Raises if places wait for one another."""
     last = max(move.stage for order in orders for moves in order for move in moves)
     slots: dict[Move, tuple[Any, Any]] = {}
     landed: dict[Move, Any] = {}
-    lanes: dict[tuple[str, int], Any] = {}  # by kind and sender: when they are free
+    lanes: dict[tuple[str, int], Any] = {}  # by kind and sender: when the lane is free
     at, free = [0] * len(orders), list[Any]([0.0] * len(orders))
     while any(i < len(order) for i, order in zip(at, orders, strict=True)):
         before = sum(at)

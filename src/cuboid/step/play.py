@@ -1,7 +1,7 @@
-"""Plays a step: micro-batches through the stages that a rank has, in an order that is data.
+"""Runs a step: micro-batches through the stages that a rank has, in an order that is data.
 
-Without a pipe a rank has one stage, the whole model. On a pipe it has one or several (`step/pipeline.py`), a `Runner`
-each, and messages go between them (`step/post.py`); what the last stage finds, all are told.
+Without a pipe, a rank has one stage, which is the model. On a pipe it has one or several (`step/pipeline.py`), a
+`Runner` each, which exchange messages (`step/post.py`). The last stage broadcasts the losses.
 """
 
 from collections import Counter
@@ -27,8 +27,8 @@ Batch = tuple[Tensor, At]
 
 
 class Player:
-    """Of the stages of a pipeline that a rank has, by their numbers. Gradients of `shared` parameters, which the first
-    place and the last hold, are summed between them. `told` is called with the moves of a step that begin."""
+    """Runs the stages of a pipeline that a rank has, by number. Gradients of `shared` parameters, which the first and
+    the last place hold, are summed between them. `on_moves` is called with the moves of a step as they begin."""
 
     def __init__(
         self,
@@ -43,38 +43,38 @@ class Player:
         self.parameters = [p for bucket in self.uses for p in bucket.parameters]
         first = next(iter(self.uses))
         self._like = torch.empty(0, dtype=first.dtype, device=first.parameters[0].device)  # the residual stream
-        self.told: Callable[[Sequence[Move]], None] | None = None
+        self.on_moves: Callable[[Sequence[Move]], None] | None = None
 
     @torch.no_grad()
     def play(
         self, batches: Sequence[Batch], orders: Sequence[Order], scale: float = 1.0, lowest: int = 0
     ) -> list[Tensor]:
-        """Forward and backward of several micro-batches, in an order for each place of the pipe; their losses. The
-        gradient of `scale` times the mean of the losses is added to the parameters' as `backward()` would. Stages below
-        `lowest` have nothing to train."""
+        """Run forward and backward of several micro-batches, in an order per place of the pipe, and return the losses.
+        Adds the gradient of `scale` times the mean loss to the parameters, as `backward()` would. Stages below `lowest`
+        are not trained."""
         order = orders[self.pipe.index]
         named = sorted({move.batch for moves in order for move in moves})
         if not named or named != list(range(len(batches))):
             raise ValueError(
-                f"the order is of micro-batches {named}, but there are {len(batches)} micro-batches; it must name each "
+                f"the order has micro-batches {named}, but there are {len(batches)} micro-batches; it must name each "
                 "of them, from 0 on"
             )
         below = [runner for stage, runner in self.runners.items() if stage < lowest]
         if any(p.requires_grad for runner in below for p in runner.parameters):
             raise ValueError(
-                f"a parameter that `freeze` had frozen is trained again, in a stage before {lowest}, the first with "
-                "anything to train: no gradient comes that far; freeze it with requires_grad_(False) instead"
+                f"a parameter that `freeze` froze is trained again, in a stage before {lowest}, the lowest that is "
+                "trained: no gradient reaches it; freeze it with requires_grad_(False) instead"
             )
         orders = backward_until(lowest, orders)
         order, post = orders[self.pipe.index], self._post(batches, orders, lowest)
-        clock, leave = Clock(), any(m.kind == "W" for moves in order for m in moves)
-        late = leave or any(len(moves) > 1 for moves in order)
+        clock, postpone = Clock(), any(m.kind == "W" for moves in order for m in moves)
+        defer = postpone or any(len(moves) > 1 for moves in order)
         sums = Sums({bucket: len(batches) * uses for bucket, uses in self.uses.items()})
         dloss = torch.full((), scale / len(batches), dtype=torch.float64, device=self._like.device)
-        losses, passes, left = dict[int, Any](), dict[tuple[int, int], Pass](), dict[Any, list[Gathered]]()
+        losses, passes, pending = dict[int, Any](), dict[tuple[int, int], Pass](), dict[Any, list[Gathered]]()
         for moves, coming in pairwise([*order, ()]):
-            if self.told is not None:
-                self.told(moves)
+            if self.on_moves is not None:
+                self.on_moves(moves)
             post.expect([*moves, *coming])
             tasks: dict[Move, Task] = {}
             for move in moves:
@@ -83,16 +83,16 @@ class Player:
                     tasks[move] = self._forward(move, *batches[i], clock, post, stage > lowest)
                 elif kind == "B":
                     passed = passes.pop((i, stage))
-                    left[i, stage] = passed.left
+                    pending[i, stage] = passed.pending_wgrads
                     dY = dloss if stage == self.split.last else post.take(move)
-                    task = self.runners[stage].backward(passed, dY, sums, late, leave)
+                    task = self.runners[stage].backward(passed, dY, sums, defer, postpone)
                     tasks[move] = task if stage == lowest else post.sending(task, move)
                     del passed, dY, task
                 else:
-                    run(settle(left.pop((i, stage)), sums, clock))
+                    run(settle(pending.pop((i, stage)), sums, clock))
             for (kind, i, stage), found in zip(tasks, interleave(list(tasks.values()), clock), strict=True):
                 if kind == "F":
-                    losses[i], passed = found  # of the last stage, which is the last of its rank's
+                    losses[i], passed = found  # the loss of the last stage overwrites others'
                     if stage >= lowest:
                         passes[i, stage] = passed
                     del passed
@@ -102,14 +102,14 @@ class Player:
         gradients = self._summed(sums.finish())
         post.finish()
         mine = [p for p in self.parameters if p in gradients]
-        if mine:  # else all parameters are frozen
+        if mine:  # not if all parameters are frozen
             with torch.enable_grad():
                 _Gradients.apply([sharded_as(p, gradients.pop(p)) for p in mine], *mine).backward()
         return list(total.unbind())
 
     @torch.no_grad()
     def forward(self, X: Tensor, at: At, shape: Sequence[int] = ()) -> Tensor:
-        """The mean loss of one batch or, if the last stage gives none, its Y, of this shape; on every place."""
+        """On every place: the mean loss of one batch, or Y of this `shape` if the last stage gives no loss."""
         clock, batch = Clock(), (X, at.without_backward())
         orders = [[[Move("F", 0, stage)] for stage in self.split.stages(place)] for place in range(self.pipe.size)]
         post = self._post([batch], orders)
@@ -121,8 +121,7 @@ class Player:
         return total
 
     def _forward(self, move: Move, X: Tensor, at: At, clock: Clock, post: Post, below: bool = False) -> Task:
-        """Gives (loss, Pass); the loss, or what the last stage gives instead, is there after that alone. `below`:
-        whether a stage below is trained."""
+        """Task of (loss, Pass). Only the last stage gives a loss, or Y. `below`: whether a stage below is trained."""
         runner, arrived = self.runners[move.stage], X if move.stage == 0 else post.take(move)
         if move.stage == self.split.last and runner.gives_loss:
             return runner.forward(arrived, at, clock, below)
@@ -140,7 +139,7 @@ class Player:
         return Post(self.lanes, self.pipe.index, orders, [at for _, at in batches], count, self._like, lowest)
 
     def _from_last(self, found: Tensor | None, shape: Sequence[int], loss: bool) -> Tensor:
-        """What the last stage has found; losses are in fp32 or better."""
+        """Broadcast the losses (in fp32 or better) or Y of the last stage."""
         dtype = torch.promote_types(self._like.dtype, torch.float32) if loss else self._like.dtype
         mine = self._like.new_empty(shape, dtype=dtype) if found is None else found
         return broadcast(mine, self.pipe, self.pipe.size - 1, shape).wait()
@@ -156,7 +155,7 @@ class Player:
 
 
 class _Gradients(torch.autograd.Function):
-    """Hands gradients to autograd, which adds them up and calls the parameters' hooks."""
+    """Hands gradients to autograd, which accumulates them and calls the parameters' hooks."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *parameters: nn.Parameter) -> Tensor:

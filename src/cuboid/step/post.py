@@ -1,12 +1,12 @@
-"""Messages between the stages of a pipeline: the residual stream forward, its gradient backward, a sub-batch at a time.
+"""Messages between the stages of a pipeline: the residual stream forward, its gradient backward, per sub-batch.
 
-What a stage makes is sent as soon as it is made, and nobody waits for that before the step ends. A receive is posted
-one element of the order ahead, so that the message is on its way while the rank still computes. A stage waits inside of
-its first layer or, backward, its last (`border`): each is the other's transpose, and the weights of the layer behind it
-are gathered meanwhile.
+A stage sends its output as soon as it is computed, and waits for the send only at the end of the step. It posts a
+receive one element of the order ahead, so that the message is in flight while the rank still computes. A stage waits in
+its first layer or, backward, in its last (`border`). These two are transposes, and the weights of the layer next to
+them are gathered meanwhile.
 
-INVARIANT: a lane carries messages in the order in which the sender's order has them, sub-batches by number, whenever
-they are made; receives are posted in that order, because every place knows the orders of all.
+INVARIANT: a lane carries messages in the sender's order, sub-batches by number, whenever they are computed. Receives
+are posted in that order, because every place knows the orders of all.
 """
 
 from collections import Counter, deque
@@ -26,7 +26,7 @@ from cuboid.step.schedule import Move, Order, Task
 
 
 def border(itemsize: int) -> tuple[Layer, Layer]:
-    """The first layer of a stage (`arrive`) and the last (`depart`): where X is a `Flight`, and where dY is."""
+    """The first layer of a stage, whose X is a `Flight`, and the last, whose dY is one."""
 
     def land(at: Any, flight: Any) -> Steps:
         s, b, d = (len(each) for each in at.place.residual)
@@ -41,8 +41,8 @@ def border(itemsize: int) -> tuple[Layer, Layer]:
 
 
 class Post:
-    """Of one step, at one place of a pipe, in which backward ends with stage `lowest`. Micro-batches are split into
-    `count` sub-batches; messages have the dtype and the device of `like`."""
+    """The messages of one step at one place of a pipe. Backward ends with stage `lowest`. Micro-batches are split into
+    `count` sub-batches. Messages have the dtype and device of `like`."""
 
     def __init__(
         self,
@@ -61,22 +61,22 @@ class Post:
         neighbours = {"F": orders[place - 1], "B": orders[(place + 1) % len(orders)]}
         self._coming = {kind: deque(self._sent_on(kind, order)) for kind, order in neighbours.items()}
         self._flights: dict[Move, list[Flight]] = {}
-        self._made: dict[Move, dict[int, Tensor]] = {}  # sub-batches that wait for those before them
-        self._next: Counter[Move] = Counter()  # to be sent
+        self._made: dict[Move, dict[int, Tensor]] = {}  # sub-batches to be sent after earlier ones
+        self._next: Counter[Move] = Counter()  # number of the next sub-batch to send
         self._sent = deque[Flight]()
 
     def _sent_on(self, kind: str, order: Order) -> list[Move]:
-        """The moves here for which a neighbour sends something, in its order."""
-        further = [self.receiver(move) for moves in order for move in moves if move.kind == kind]
-        return [move for move in further if (0 if kind == "F" else self._lowest) <= move.stage <= self.last]
+        """The moves of this place that receive a message from a neighbour, in its order."""
+        receivers = [self.receiver(move) for moves in order for move in moves if move.kind == kind]
+        return [move for move in receivers if (0 if kind == "F" else self._lowest) <= move.stage <= self.last]
 
     @staticmethod
     def receiver(move: Move) -> Move:
-        """The move of another stage that needs what this one makes."""
+        """The move of another stage that needs the output of this one."""
         return move._replace(stage=move.stage + (1 if move.kind == "F" else -1))
 
     def expect(self, moves: Sequence[Move]) -> None:
-        """Post the receives that these moves need, and those that come before them."""
+        """Post the receives of these moves, and all before them in the lane."""
         for move in moves:
             while needed(move, self.last) is not None and move not in self._flights:
                 coming = self._coming[move.kind].popleft()
@@ -88,11 +88,11 @@ class Post:
                 self._flights[coming] = [receive(self._like.new_empty(shape), lane, what) for shape in shapes]
 
     def take(self, move: Move) -> list[Flight]:
-        """By sub-batch."""
+        """The messages that a move waits for, by sub-batch."""
         return self._flights.pop(move)
 
     def sending(self, task: Task, move: Move) -> Task:
-        """The task of a move, and the messages that it makes."""
+        """The task of a move, which also sends its outputs."""
         return Task([self._sending(steps, move, i) for i, steps in enumerate(task.steps)], task.finish)
 
     def _sending(self, steps: Steps, move: Move, sub_batch: int) -> Steps:
@@ -107,12 +107,12 @@ class Post:
             self._next[move] += 1
 
     def reap(self) -> None:
-        """Let go of messages that have been sent."""
+        """Release messages that have been sent."""
         while self._sent and self._sent[0].over:
             self._sent.popleft().wait()
 
     def finish(self) -> None:
-        """Wait for what was sent."""
+        """Wait until all messages have been sent."""
         while self._sent:
             self._sent.popleft().wait()
 
@@ -122,7 +122,7 @@ def _named(move: Move) -> str:
 
 
 def exchange(x: Tensor, lanes: Lanes, first: bool) -> Tensor:
-    """The sum of x of the first place of a pipe and of the last, on both; added in the same order."""
+    """The sum of x over the first and the last place of a pipe, on both, added in the same order."""
     if not x.numel():
         return x
     out, back = (lanes.to_previous, lanes.from_previous) if first else (lanes.to_next, lanes.from_next)

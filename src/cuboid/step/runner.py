@@ -1,16 +1,16 @@
 """Runs consecutive stages of a model over sub-batches of a micro-batch, forward and backward.
 
-    forward     each sub-batch goes through the stages; what backward needs of it is a `Back` per stage
-    backward    each sub-batch goes through the stages in reverse, and gives its `Back`s up as they run
-    weights     gathered for the first sub-batch that comes to a stage, released after the last; the next stage's are
-                on their way meanwhile
-    gradients   of a stage added up over sub-batches, reduce-scattered over x when the last is through, then summed
-                over replicas when no micro-batch will use the weights again; none of frozen weights
+    forward     Each sub-batch runs through the stages, and saves a `Back` per stage.
+    backward    Each sub-batch runs through the stages in reverse, and releases each `Back` as it runs.
+    weights     The first sub-batch that reaches a stage gathers them, and the last one releases them. Meanwhile the
+                next stage's are prefetched.
+    gradients   They are added up over sub-batches, reduce-scattered over x after the last one, and summed over replicas
+                when no micro-batch will use the weights any more. Frozen weights have none.
 
-Backward ends with the lowest stage that has something to train: those below it save nothing.
+Backward ends with the lowest stage that is trained. Stages below it save nothing.
 
-All state of a step lives in a `Pass` (between forward and backward of one micro-batch) and in `Sums`: so several
-forwards may be alive, in any order (`step/play.py`). Autograd sees one node.
+All state of a step is in a `Pass` (between forward and backward of one micro-batch) and in `Sums`, so several forwards
+may be alive, in any order (`step/play.py`). Autograd sees one node.
 """
 
 from collections import Counter
@@ -34,19 +34,19 @@ from cuboid.step.weights import MOST_IN_FLIGHT, Bucket, Gathered, Landing, Sums,
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage of a model. The weights of its modules are gathered together and are unsharded while it runs.
+    """One stage of a model. The weights of its modules are gathered together, and are unsharded while it runs.
 
     Args:
         name: Shown in messages and traces.
-        layer: What it computes.
-        modules: Whose weights it needs; empty: the layer's own, if it is a module.
-        again: Whether backward needs these weights too.
+        layer: What the stage computes.
+        modules: The modules whose weights it needs; empty: the layer, if it is a module.
+        in_backward: Whether backward needs these weights too.
     """
 
     name: str
     layer: Layer
     modules: Sequence[Any] = ()
-    again: bool = True
+    in_backward: bool = True
 
     @property
     def needs(self) -> Sequence[Any]:
@@ -56,16 +56,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class At:
-    """What a layer knows of the tokens it works on.
+    """The tokens that a layer works on.
 
     Args:
-        place: Which tokens of the batch they are.
+        place: Which tokens of the batch.
         targets: This rank's targets, `[s, b]`.
         loss: Options of the loss, `Loss` for cross entropy.
-        seed: Of dropout; None: there is none.
+        seed: Seed of dropout; None: no dropout.
         train: Whether backward will follow.
-        lowest: Whether nothing before this layer is trained, so that no gradient of its input is needed.
-        caches: Keys and values of tokens seen before, by layer.
+        lowest: Whether nothing below this layer is trained, so that it need not compute dX.
+        caches: Keys and values of earlier tokens, by layer.
     """
 
     place: Place
@@ -77,11 +77,11 @@ class At:
     caches: dict[Any, Any] | None = None
 
     def without_backward(self) -> "At":
-        """The same tokens, for a forward that no backward follows."""
+        """The same tokens, for a forward without backward."""
         return replace(self, train=False) if self.train else self
 
     def split(self, count: int) -> list["At"]:
-        """For each of so many sub-batches, or for one where the samples cannot be split so."""
+        """One `At` per sub-batch: `count` of them, or one if the samples cannot be split."""
         places = self.place.sub_batches(count if self.caches is None else 1)
         if len(places) == 1:
             return [self]
@@ -90,53 +90,53 @@ class At:
 
 
 @dataclass
-class _Shelf:
-    """The weights of stages, to which a pass comes one `step` after another: unsharded from the first sub-batch that
-    takes them to the last that leaves them, the next stage's on their way where one is held alone."""
+class _StageWeights:
+    """The unsharded weights of stages, which a pass visits in one `direction`. The first sub-batch at a stage gathers
+    them, the last one releases them. While one stage is held alone, the next one's are prefetched."""
 
-    buckets: Sequence[Sequence[Bucket]]  # of each stage
-    needed: Sequence[Sequence[Bucket]]  # of these; of the others the gradients alone are kept
-    step: int
-    kept: dict[Bucket, Tensors]  # what is in it is not gathered
+    buckets: Sequence[Sequence[Bucket]]  # by stage
+    needed: Sequence[Sequence[Bucket]]  # by stage: those to gather; the others only add up gradients
+    direction: int  # 1 in forward, -1 in backward
+    kept: dict[Bucket, Tensors]  # unsharded already
     sub_batches: int
-    ahead: bool
+    prefetch: bool
     clock: Clock
-    late: bool = False
-    left: bool = False
+    deferred: bool = False  # see `Gathered`
+    postponed: bool = False
 
     def __post_init__(self) -> None:
-        self._left = [self.sub_batches] * len(self.buckets)
+        self._pending = [self.sub_batches] * len(self.buckets)
         self._flying: dict[int, tuple[Message, Sequence[Landing]]] = {}
         self._held: dict[int, Gathered] = {}
 
     def _launch(self, i: int) -> None:
-        if i in range(len(self.buckets)) and self._left[i] and i not in self._flying and i not in self._held:
+        if i in range(len(self.buckets)) and self._pending[i] and i not in self._flying and i not in self._held:
             message = self.clock.launch(sum(each.sent for each in self.needed[i] if each not in self.kept), "x")
             kept = self.kept
             self._flying[i] = message, [partial(dict, kept.pop(b)) if b in kept else b.gather() for b in self.needed[i]]
 
-    def take(self, i: int) -> Steps:
-        """Gives the weights."""
+    def acquire(self, i: int) -> Steps:
+        """Returns the weights of stage i."""
         if i not in self._held:
             self._launch(i)
             yield Pause(message=self._flying[i][0])
-        if i not in self._held:  # another sub-batch may have come here first
+        if i not in self._held:  # unless another sub-batch was first
             weights: Tensors = {}
             for land in self._flying.pop(i)[1]:
                 weights |= land()
-            self._held[i] = Gathered(self.buckets[i], weights, self.sub_batches, self.late, self.left)
-            if self.ahead and len(self._held) == 1:
-                self._launch(i + self.step)  # once these are here: they would share the link, and all would wait longer
+            self._held[i] = Gathered(self.buckets[i], weights, self.sub_batches, self.deferred, self.postponed)
+            if self.prefetch and len(self._held) == 1:
+                self._launch(i + self.direction)  # not earlier: both would share the link, and this stage would wait
         return self._held[i]
 
-    def leave(self, i: int) -> Gathered | None:
-        """The weights, if that was the last sub-batch."""
-        self._left[i] -= 1
-        if self._left[i]:
+    def release(self, i: int) -> Gathered | None:
+        """Returns the weights of stage i after its last sub-batch, else None."""
+        self._pending[i] -= 1
+        if self._pending[i]:
             return None
         gathered = self._held.pop(i)
-        if self.ahead and self._held:
-            self._launch(next(iter(self._held)) + self.step)
+        if self.prefetch and self._held:
+            self._launch(next(iter(self._held)) + self.direction)
         return gathered
 
 
@@ -146,20 +146,20 @@ class Pass:
 
     backs: list[list[Back | None]]  # by sub-batch, by stage
     clock: Clock  # of the step
-    lowest: int  # stage that is trained; those below it have no Back
-    count: Tensor | None = None  # of the losses that are averaged
-    #: gradients that stages made in forward: of the sum of losses, not their mean, and times a factor
+    lowest: int  # the lowest stage that is trained; those below it have no Back
+    count: Tensor | None = None  # number of losses in the mean
+    #: gradients computed in forward, of the sum of losses (not the mean), each with the factor it was multiplied by
     early: list[tuple[Landing, float]] = field(default_factory=list)
     kept: dict[Bucket, Tensors] = field(default_factory=dict)  # unsharded weights
-    left: list[Gathered] = field(default_factory=list)  # by backward: weight gradients to be made
+    pending_wgrads: list[Gathered] = field(default_factory=list)  # that backward has left to `settle`
 
 
 class Runner:
-    """Of a model's stages, with a bucket for each module they need. The last gives [sum of losses, how many count],
-    partial sums over the axes `sums_over`. With `retain` unsharded weights are kept from forward to backward; without
-    `keep` not even those of the last block are, because other micro-batches' forwards come between.
+    """Runs a model's stages, with a bucket for each module they need. The last stage returns [sum of losses, number
+    that count], partial sums over the axes `sums_over`. With `retain`, unsharded weights are kept from forward to
+    backward. Without `keep`, not even those of the last block are, because other forwards run in between.
 
-    `between` is called with the number of a stage when its input is there, and when the gradient of that is.
+    `on_stage` is called with the number of a stage when its input is ready, and when the gradient of its input is.
     """
 
     def __init__(
@@ -174,24 +174,24 @@ class Runner:
         self.stages, self.schedule, self.sums_over = stages, schedule, sums_over
         self.gives_loss = stages[-1].layer.gives == "loss"
         self._buckets = [[buckets[module] for module in stage.needs] for stage in stages]
-        self._again = [each if stage.again else [] for stage, each in zip(stages, self._buckets, strict=True)]
+        self._needed = [each if stage.in_backward else [] for stage, each in zip(stages, self._buckets, strict=True)]
         self.uses = Counter(bucket for each in self._buckets for bucket in each)
         self.parameters = [p for bucket in self.uses for p in bucket.parameters]
-        self.between: Callable[[int], None] | None = None
+        self.on_stage: Callable[[int], None] | None = None
         later = (set[Bucket]().union(*self._buckets[i + 1 :]) for i in range(len(stages)))
-        self._for_later = [each if retain else set() for each in later]
-        self._for_backward = self._to_keep(retain, keep and schedule.prefetch)
+        self._kept_for_later = [each if retain else set() for each in later]
+        self._kept_for_backward = self._to_keep(retain, keep and schedule.prefetch)
 
     def _to_keep(self, retain: bool, last: bool) -> list[set[Bucket]]:
-        """The buckets whose weights stay for backward when forward leaves each stage: those of the `last` large one,
-        with which backward begins; if they are to be retained, all."""
-        again = [set(each) for each in self._again]
-        large = [i for i, each in enumerate(again) if any(p.dim() > 1 for bucket in each for p in bucket.parameters)]
-        first = large[-1:] if last else []
-        return [each if retain or i in first else set() for i, each in enumerate(again)]
+        """For each stage, the buckets whose weights are kept for backward: all with `retain`, else those of the `last`
+        large stage, with which backward begins."""
+        needed = [set(each) for each in self._needed]
+        large = [i for i, each in enumerate(needed) if any(p.dim() > 1 for bucket in each for p in bucket.parameters)]
+        kept = large[-1:] if last else []
+        return [each if retain or i in kept else set() for i, each in enumerate(needed)]
 
     def _lowest(self, X: Tensor | Sequence[Any], below: bool) -> int:
-        """The first stage whose backward anything needs, if only what is `below`, on other ranks."""
+        """The lowest stage that needs a backward. `below`: stages of other ranks need dX of all."""
         trained = (any(p.requires_grad for bucket in each for p in bucket.parameters) for each in self._buckets)
         needed = below or (isinstance(X, Tensor) and X.requires_grad)
         return 0 if needed else next((i for i, each in enumerate(trained) if each), len(self.stages))
@@ -199,7 +199,7 @@ class Runner:
     # Forward
 
     def forward(self, X: Tensor | Sequence[Any], at: At, clock: Clock, below: bool = False) -> Task:
-        """Gives (loss, Pass): the mean loss over the tokens of all ranks. `below`: the gradient of X is needed."""
+        """Task of (loss, Pass). The loss is the mean over the tokens of all ranks. `below`: dX is needed."""
         task, passed = self.outputs(X, at, clock, below)
 
         def finish(sums: list[Tensor]) -> tuple[Tensor, Pass]:
@@ -213,44 +213,44 @@ class Runner:
         return Task(task.steps, finish)
 
     def outputs(self, X: Tensor | Sequence[Any], at: At, clock: Clock, below: bool = False) -> tuple[Task, Pass]:
-        """Gives the last stage's Y of each sub-batch, of X whole or by sub-batch; the Pass is filled meanwhile."""
+        """Task of the last stage's Y per sub-batch, and the Pass that it fills. X is a tensor, or one per sub-batch."""
         ats = at.split(self.schedule.sub_batches)
         passed, n = Pass([[] for _ in ats], clock, self._lowest(X, below)), len(ats)
-        shelf = _Shelf(self._buckets, self._buckets, 1, passed.kept, n, self.schedule.prefetch, clock)
+        weights = _StageWeights(self._buckets, self._buckets, 1, passed.kept, n, self.schedule.prefetch, clock)
         each = zip(X.chunk(n, 1) if isinstance(X, Tensor) else X, ats, passed.backs, strict=True)
-        return Task([self._through(*one, shelf, passed) for one in each], list), passed
+        return Task([self._through(*one, weights, passed) for one in each], list), passed
 
-    def _through(self, X: Any, at: At, backs: list[Back | None], shelf: _Shelf, passed: Pass) -> Steps:
-        """One sub-batch through all stages."""
+    def _through(self, X: Any, at: At, backs: list[Back | None], weights: _StageWeights, passed: Pass) -> Steps:
+        """Runs one sub-batch through all stages."""
         here = at.without_backward()
         for i, stage in enumerate(self.stages):
-            if self.between is not None:
-                self.between(i)
+            if self.on_stage is not None:
+                self.on_stage(i)
             if i >= passed.lowest:
                 spared = i == passed.lowest > 0 and getattr(stage.layer, "spares_dX", False)
                 here = replace(at, lowest=True) if spared else at
-            steps = stage.layer(X, (yield from shelf.take(i)), here)
+            steps = stage.layer(X, (yield from weights.acquire(i)), here)
             del X
             X, back = yield from steps
             backs.append(back)
-            gathered = shelf.leave(i)
+            gathered = weights.release(i)
             if gathered is not None and at.train:
                 passed.early += [(land, gathered.shrunk) for _, land in gathered.reduce()]
-                stay = self._for_later[i] | (self._for_backward[i] if i >= passed.lowest else set())
+                keep = self._kept_for_later[i] | (self._kept_for_backward[i] if i >= passed.lowest else set())
                 for bucket in self._buckets[i]:
                     passed.kept.pop(bucket, None)
-                    if bucket in stay:
+                    if bucket in keep:
                         passed.kept[bucket] = {p: gathered[p] for p in bucket.parameters}
-            del gathered  # with its weights, not a stage later
+            del gathered  # releases its weights now, not a stage later
         return X
 
     # Backward
 
     def backward(
-        self, passed: Pass, dY: Tensor | Sequence[Any], sums: Sums, late: bool = False, leave: bool = False
+        self, passed: Pass, dY: Tensor | Sequence[Any], sums: Sums, defer: bool = False, postpone: bool = False
     ) -> Task:
-        """Gives dX of each sub-batch, of dloss or of dY by sub-batch. If `late`, weight gradients are made when there
-        is nothing else to do; what is to be left (`leave`) is for `settle`."""
+        """Task of dX per sub-batch. `dY` is dloss, or a gradient per sub-batch. `defer`: weight gradients wait for a
+        pause in which nothing else can run; `postpone`: they wait for `settle`."""
         count = len(passed.backs)
         if isinstance(dY, Tensor):
             assert passed.count is not None
@@ -259,54 +259,54 @@ class Runner:
                 sums.put({p: gradient * (scale / shrunk) for p, gradient in land().items()})
             passed.early.clear()
             dY = [scale] * count
-        needed = [each if i >= passed.lowest else [] for i, each in enumerate(self._again)]
-        ways = self.schedule.prefetch, passed.clock, late, leave
-        shelf = _Shelf(self._buckets, needed, -1, passed.kept, count, *ways)
-        each, settled = zip(dY, passed.backs, strict=True), None if leave else sums
-        return Task([self._back_through(dY, backs, shelf, passed.left, settled) for dY, backs in each], list)
+        needed = [each if i >= passed.lowest else [] for i, each in enumerate(self._needed)]
+        options = self.schedule.prefetch, passed.clock, defer, postpone
+        weights = _StageWeights(self._buckets, needed, -1, passed.kept, count, *options)
+        each, target = zip(dY, passed.backs, strict=True), None if postpone else sums
+        return Task([self._back_through(dY, backs, weights, passed.pending_wgrads, target) for dY, backs in each], list)
 
     def _back_through(
-        self, dY: Any, backs: list[Back | None], shelf: _Shelf, left: list[Gathered], sums: Sums | None
+        self, dY: Any, backs: list[Back | None], weights: _StageWeights, pending: list[Gathered], sums: Sums | None
     ) -> Steps:
-        """One sub-batch through the stages in reverse, as far as they are trained."""
+        """Runs one sub-batch through the stages in reverse, down to the lowest that is trained."""
         while backs and (back := backs.pop()) is not None:
-            i, then = len(backs), backs[-1] if backs else None
-            before = None if then is None else then.ahead
-            steps = back.run(dY, (yield from shelf.take(i)), before or nothing)
+            i, following = len(backs), backs[-1] if backs else None
+            before = None if following is None else following.ahead
+            steps = back.run(dY, (yield from weights.acquire(i)), before or nothing)
             del dY, back
             dY = yield from steps
-            if self.between is not None:
-                self.between(i)
-            gathered = shelf.leave(i)
+            if self.on_stage is not None:
+                self.on_stage(i)
+            gathered = weights.release(i)
             if gathered is not None:
                 gathered.release()
-                left.append(gathered)
+                pending.append(gathered)
                 if sums is not None:
-                    yield from settle(left, sums, shelf.clock)
+                    yield from settle(pending, sums, weights.clock)
         return dY
 
     def __call__(self, X: Tensor, at: At) -> Tensor:
-        """The mean loss over the tokens of all ranks, which autograd differentiates."""
+        """The mean loss over the tokens of all ranks. Autograd can differentiate it."""
         if torch.is_grad_enabled() and (X.requires_grad or any(p.requires_grad for p in self.parameters)):
             return _Step.apply(X, self, at, *self.parameters)
         ((loss, _),) = interleave([self.forward(X, at.without_backward(), clock := Clock())], clock)
         return loss
 
 
-def settle(left: list[Gathered], sums: Sums, clock: Clock) -> Steps:
-    """Make the weight gradients that backward has left, and launch their sums."""
-    while left:
-        gathered = left.pop(0)
+def settle(pending: list[Gathered], sums: Sums, clock: Clock) -> Steps:
+    """Compute the weight gradients that backward has left, and launch their sums."""
+    while pending:
+        gathered = pending.pop(0)
         clock.compute(gathered.settle())
         if len(sums.launched) == MOST_IN_FLIGHT:
-            yield Pause(message=sums.launched[0])  # which `add` will wait for
+            yield Pause(message=sums.launched[0])  # `sums.add` waits for it
         sums.launched.append(clock.launch(sum(bucket.sent for bucket in gathered.buckets), "x"))
         sums.add(gathered.reduce())
         sums.used(gathered.buckets)
 
 
 class _Step(torch.autograd.Function):
-    """The one node of a step that autograd sees."""
+    """The one autograd node of a step."""
 
     @staticmethod
     def forward(ctx: Any, X: Tensor, runner: Runner, at: At, *parameters: nn.Parameter) -> Tensor:
@@ -318,13 +318,12 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True: the gradients of a step cannot be differentiated again, because what its layers "
-                "save is not a graph; compute second derivatives on one device"
+                "create_graph=True: the gradients of a step cannot be differentiated, because its layers save no "
+                "graph; compute second derivatives on one device"
             )
         if ctx.passed is None:
             raise RuntimeError(
-                "backward() has already run for this loss, and what its forward saved was released on the way; run the "
-                "forward again"
+                "backward() has already run for this loss, and released what its forward saved; run the forward again"
             )
         runner, passed, ctx.passed = ctx.runner, ctx.passed, None
         sums = Sums(runner.uses)

@@ -64,7 +64,7 @@ class Schedule:
 
     def fuse(self, device: "torch.device") -> "Fuse":
         """How elementwise functions are fused on this device."""
-        from cuboid.fuse import compiled, fuse_on  # here: who only reads a configuration needs no torch
+        from cuboid.fuse import compiled, fuse_on  # here, so that reading a configuration needs no torch
 
         return compiled if self.compile else fuse_on(device)
 
@@ -199,7 +199,7 @@ class Clock:
         return 1.5 * self._work / self._sent if self._work and self._sent else 1.0
 
     def advance(self, moment: float) -> None:
-        """Until then messages are on their way."""
+        """Move on to `moment`, while messages progress."""
         while self._left and self.now < moment:
             first = {axis: next(iter(each)) for axis, each in self._left.items()}
             each, sent = self._pace() * len(first), min(self._left[axis][i] for axis, i in first.items())
@@ -217,7 +217,7 @@ class Clock:
 class _Turns:
     steps: "Steps"
     waits: "Message" = ("", 0)
-    work: float = 0.0  # that it does next
+    work: float = 0.0  # of its next turn
     done: int = 0
 
 

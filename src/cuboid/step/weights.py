@@ -1,12 +1,12 @@
-"""Weights: how a bucket's shards travel (`Bucket`), the unsharded weights while a stage runs (`Gathered`), and what
-becomes of their gradients (`Sums`).
+"""Weights: buckets of shards (`Bucket`), the unsharded weights of a running stage (`Gathered`), and the gradients of a
+step (`Sums`).
 
-A bucket is one collective each way: an all-gather of its shards over x, a reduce-scatter of its gradients. Its shards
-share one flat buffer in communication order, matrices first, so that they are sent from where they lie. Small
-parameters are packed; a large one is gathered straight into place, and its gradient is sent from where it was made: a
-message of its own costs less than a copy.
+A bucket has one collective per direction: an all-gather of its shards over x, a reduce-scatter of its gradients. Its
+shards share one flat buffer in communication order, matrices first, so that they are sent without a copy. Small
+parameters are packed. A large one is a message of its own, which costs less than a copy: it is gathered into its final
+place, and its gradient is sent from where it was computed.
 
-No bucket holds anything of a step. What a pass through the model has gathered, and the sums it adds to, belong to it.
+A bucket has no state of a step: `Gathered` and `Sums` have it.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter_each
 from cuboid.comm.flight import Message, landed
-from cuboid.mesh.layout import Spec, ceil_div, data_of, lay, round_up, shard_of
+from cuboid.mesh.layout import Spec, ceil_div, data_of, round_up, set_shard, shard_of
 from cuboid.mesh.mesh import Mesh
 
 Tensors = dict[nn.Parameter, Tensor]  # weights or gradients of some parameters
@@ -33,16 +33,16 @@ MOST_IN_FLIGHT = 2  # buckets whose gradients are being reduced at a time
 
 
 class Bucket:
-    """Parameters that are gathered together, and how. It never changes."""
+    """Parameters that are gathered together, and how. Immutable."""
 
     def __init__(self, specs: Mapping[nn.Parameter, Spec], mesh: Mesh, dtype: torch.dtype | None) -> None:
         self.specs, self.mesh, self.parameters = specs, mesh, list(specs)
         self.dtype = dtype or self.parameters[0].dtype
         self.shapes = {p: s.local_shape(mesh.cuboid, mesh.coordinates, gathered=("x",)) for p, s in specs.items()}
         self.partial = {axis: [p for p, spec in specs.items() if axis in spec.sums] for axis in ("x", "y", "z")}
-        # in flight every rank's part is as long as the longest: ceil(rows/x) rows of each parameter split by x
+        # messages are padded to the longest shard: ceil(rows/x) rows of each parameter split by x
         split = [p for p, spec in specs.items() if "x" in spec.split_axes]
-        split.sort(key=lambda p: -p.dim())  # weights of one linear are neighbours
+        split.sort(key=lambda p: -p.dim())  # keeps weights with the same input adjacent
         self.lengths = {p: ceil_div(self.shapes[p][0], mesh.x.size) * prod(self.shapes[p][1:]) for p in split}
         self.gathers = mesh.x.size > 1 and sum(self.lengths.values()) > 0
         self._least = mesh.x.transport.least_alone // self.dtype.itemsize if self.gathers else 0
@@ -51,18 +51,18 @@ class Bucket:
             shards = [shard_of(p) for p in split]
             flat = torch.cat([shard.view(-1) for shard in shards]).split([shard.numel() for shard in shards])
             for p, shard, place in zip(split, shards, flat, strict=True):
-                lay(p, place.view(shard.shape))
+                set_shard(p, place.view(shard.shape))
         self._data = {p: data_of(p) for p in self.parameters}
 
     @cached_property
     def sent(self) -> float:
-        """Bytes that a rank receives when it gathers them: by global shapes, the same on all ranks."""
+        """Bytes that a rank receives per all-gather. INVARIANT: the same on all ranks."""
         sizes, split = self.mesh.cuboid.sizes, [spec for spec in self.specs.values() if "x" in spec.split_axes]
         shards = [prod(spec.shape) / prod(sizes[axis] for axis in spec.split_axes) for spec in split]
         return sum(shards) * (sizes["x"] - 1) * self.dtype.itemsize
 
     def check(self) -> None:
-        """Raise if values were given to a parameter in a way that does not reach its shard."""
+        """Raise if `parameter.data` was set, which does not change the shard."""
         if any(data_of(p) != data for p, data in self._data.items()):
             raise ValueError(
                 "the data of a parameter was set (parameter.data = …), which a DTensor ignores; copy values into it: "
@@ -73,31 +73,31 @@ class Bucket:
         return Bucket({deepcopy(p, memo): spec for p, spec in self.specs.items()}, self.mesh, self.dtype)
 
     def _messages(self, lengths: Mapping[nn.Parameter, int]) -> list[dict[nn.Parameter, int]]:
-        """What travels together, of parameters in communication order."""
+        """The parameters of each message, with their lengths."""
         chosen = list(lengths.items())
         return [dict(chosen[each]) for each in neighbours(list(lengths.values()), self._least)]
 
     # Weights: shards -> unsharded
 
     def gather(self) -> Landing:
-        """Launch; the function returned waits for the unsharded weights."""
+        """Launch the all-gather. The returned function waits for the unsharded weights."""
         x, sizes = self.mesh.x, [sum(message.values()) for message in self.messages]
         flight = all_gather(self._packed(), x, sizes) if self.gathers else landed(self._packed())
 
         def land() -> Tensors:
-            whole = {p: shard_of(p) for p in self.parameters if p not in self.lengths}
+            unsharded = {p: shard_of(p) for p in self.parameters if p not in self.lengths}
             parts = flight.wait().split_with_sizes([x.size * size for size in sizes])
             for message, part in zip(self.messages, parts, strict=True):
                 for p, weight in zip(message, by_weight(part.view(x.size, -1), list(message.values())), strict=True):
                     rows, *rest = self.shapes[p]
-                    whole[p] = weight.view(round_up(rows, x.size), *rest)[:rows]
+                    unsharded[p] = weight.view(round_up(rows, x.size), *rest)[:rows]
             same = self.parameters[0].dtype == self.dtype
-            return whole if same else {p: weight.to(self.dtype) for p, weight in whole.items()}
+            return unsharded if same else {p: weight.to(self.dtype) for p, weight in unsharded.items()}
 
         return land
 
     def _packed(self) -> Tensor:
-        """The shards as they travel: where they lie, unless some are short or linears compute in another dtype."""
+        """The shards as they are sent: a view, unless some are padded or converted to another dtype."""
         shards = [(shard_of(p).view(-1), length) for p, length in self.lengths.items()]
         parts = [F.pad(shard, (0, n - len(shard))) if len(shard) < n else shard for shard, n in shards]
         return joined(parts).to(self.dtype) if parts else torch.empty(0)
@@ -105,8 +105,8 @@ class Bucket:
     # Gradients: unsharded -> shards
 
     def reduce(self, gradients: Tensors) -> Landing:
-        """Launch the sum over x of those there are; the function returned waits for the shards'. The dict is used up:
-        what is sent is released as soon as the backend allows."""
+        """Launch the reduce-scatter of `gradients` over x; the returned function waits for it. Empties the dict, so
+        that the backend can release what it has sent."""
         sent = {p: length for p, length in self.lengths.items() if p in gradients}
         if not self.gathers or not sent:
             return lambda: gradients
@@ -125,7 +125,7 @@ class Bucket:
         return land
 
     def _by_rank(self, parameter: nn.Parameter, gradients: Tensors) -> Tensor:
-        """Take a gradient, as a row for each rank of x; short parts of an uneven split are padded."""
+        """Pop a gradient as [x, elements], one row per rank of x; short shards are padded."""
         gradient, x = gradients.pop(parameter), self.mesh.x.size
         rows = round_up(len(gradient), x)
         if rows != len(gradient):
@@ -134,7 +134,7 @@ class Bucket:
 
 
 def neighbours(lengths: Sequence[int], least: int) -> list[slice]:
-    """Which of a sequence travel together: those of at least `least` alone, the others with their neighbours.
+    """Groups for messages: lengths of at least `least` alone, the others together with their neighbours.
 
     >>> neighbours([9, 2, 3, 8, 7, 1], 7)
     [slice(0, 1, None), slice(1, 3, None), slice(3, 4, None), slice(4, 5, None), slice(5, 6, None)]
@@ -144,7 +144,7 @@ def neighbours(lengths: Sequence[int], least: int) -> list[slice]:
 
 
 def by_weight(parts: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
-    """[ranks, Σ lengths] -> for each length, all ranks' parts, flat."""
+    """[ranks, Σ lengths] -> one flat tensor per length, with the shards of all ranks."""
     sizes = [len(parts) * n for n in lengths]
     if 1 in (len(parts), len(lengths)):
         return parts.view(-1).split_with_sizes(sizes)
@@ -155,7 +155,7 @@ def by_weight(parts: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Along dim 0: a view where they are adjacent in memory, else a copy."""
+    """Concatenate along dim 0: a view if the tensors are adjacent in memory, else a copy."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -168,27 +168,30 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Gathered:
-    """The unsharded weights of a stage while a pass holds them, and where the gradients of its sub-batches add up.
+    """The unsharded weights of a stage while it runs, and its gradients, added up over sub-batches.
 
-    With several sub-batches (`uses`) gradients of low precision are added in fp32. With `late`, the matmuls that make
-    gradients wait for a pause in which there is nothing else to do; if they are `left`, for `settle`.
+    With several sub-batches (`uses`), gradients of low precision are added in fp32. If `deferred`, wgrad matmuls wait
+    for a pause in which nothing else can run; if also `postponed`, they wait for `settle`.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], weights: Tensors, uses: int, late: bool, left: bool = False) -> None:
-        self.buckets, self._weights, self._uses, self.late, self._left = buckets, weights, uses, late, left
+    def __init__(
+        self, buckets: Sequence[Bucket], weights: Tensors, uses: int, deferred: bool, postponed: bool = False
+    ) -> None:
+        self.buckets, self._weights, self._uses = buckets, weights, uses
+        self.deferred, self._postponed = deferred, postponed
         self._sums: Tensors = {}
         self._waiting: list[tuple[Callable[[], None], float]] = []
-        self.shrunk = 1.0  # what gradients made in forward were multiplied by, so that they fit in fp16
+        self.shrunk = 1.0  # factor of gradients computed in forward, so that they fit in fp16
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
         try:
             return self._weights[parameter]
         except KeyError:
-            self._bucket(parameter)  # which says why, unless it was released
+            self._bucket(parameter)  # raises a clear error, unless the weight was released
             raise
 
     def lasting(self, parameter: nn.Parameter) -> Tensor:
-        """A weight that may be kept: it does not hold on to what was gathered with it."""
+        """A weight that may be kept: it does not keep what was gathered with it alive."""
         bucket = self._bucket(parameter)
         return self[parameter].clone() if bucket.gathers and parameter in bucket.lengths else self[parameter]
 
@@ -200,13 +203,13 @@ class Gathered:
             if parameter in bucket.shapes:
                 return bucket
         raise ValueError(
-            f"a layer needs a parameter of {parameter.numel()} elements, of no module that its stage names; name the "
-            "module in the stage"
+            f"a layer needs a parameter of {parameter.numel()} elements that belongs to no module of its stage; "
+            "name its module in the stage"
         )
 
     def gradient(self, parameters: Sequence[nn.Parameter], wide: bool = False, extra: int = 0) -> tuple[Tensor, bool]:
-        """Where the gradients of unsharded weights are added up, the rows of one after those of another, with `extra`
-        rows after each, and whether there is anything yet to add to. `wide`: in fp32 or better."""
+        """The buffer of the gradients of unsharded weights, concatenated by rows with `extra` rows after each, and
+        whether it has values to add to. `wide`: in fp32 or better."""
         if parameters[0] in self._sums:
             return joined([self._sums[p] for p in parameters]), True
         shapes, dtype = [self._bucket(p).shapes[p] for p in parameters], self._bucket(parameters[0]).dtype
@@ -224,15 +227,15 @@ class Gathered:
             self._sums[parameter] = gradient if before is None else before + gradient
 
     def make(self, work: Callable[[], None], flops: float) -> Callable[[], float] | None:
-        """Have gradients made: now or, where they may be `late`, by the function returned or by `settle`."""
-        if not self.late:
+        """Compute gradients now; if `deferred`, in the returned function; if `postponed`, in `settle`."""
+        if not self.deferred:
             work()
             return None
         self._waiting.append((work, flops))
-        return None if self._left else self._make_one
+        return None if self._postponed else self._make_one
 
     def _make_one(self) -> float:
-        """The FLOPs it took."""
+        """Compute the oldest waiting gradients. Returns the FLOPs."""
         if not self._waiting:
             return 0.0
         work, flops = self._waiting.pop(0)
@@ -240,51 +243,51 @@ class Gathered:
         return flops
 
     def settle(self) -> float:
-        """Make all that are left; the FLOPs it took."""
+        """Compute all waiting gradients. Returns the FLOPs."""
         return sum(self._make_one() for _ in range(len(self._waiting)))
 
     def reduce(self) -> list[tuple[Bucket, Landing]]:
-        """Launch the sums over x of all gradients there are."""
+        """Launch the sums over x of all gradients."""
         found = []
         for bucket in self.buckets:
-            made = {p: first(shape[0], self._sums.pop(p)) for p, shape in bucket.shapes.items() if p in self._sums}
+            made = {p: first_rows(shape[0], self._sums.pop(p)) for p, shape in bucket.shapes.items() if p in self._sums}
             if made:
                 found.append((bucket, bucket.reduce(made)))
         return found
 
 
-def first(rows: int, gradient: Tensor) -> Tensor:
+def first_rows(rows: int, gradient: Tensor) -> Tensor:
     return gradient if len(gradient) == rows else gradient[:rows]
 
 
 class Sums:
-    """The gradients of a step's shards: those summed over x as they land, then over replicas once every use of the
-    weights, `uses` of each bucket, has come by."""
+    """The gradients of a step's shards. They are summed over x per stage and, after all `uses` of a bucket's weights,
+    over replicas."""
 
     def __init__(self, uses: Mapping[Bucket, int]) -> None:
-        self._left = dict(uses)
+        self._pending_uses = dict(uses)
         self._flying: deque[tuple[Bucket, Landing]] = deque()
-        self.launched: deque[Message] = deque(maxlen=MOST_IN_FLIGHT)  # on the clock, the last of them, by stage
+        self.launched: deque[Message] = deque(maxlen=MOST_IN_FLIGHT)  # the last ones, on the clock
         self._totals: Tensors = {}
         self._replicas: dict[Bucket, Landing] = {}
 
     def add(self, reduced: Sequence[tuple[Bucket, Landing]]) -> None:
-        """What a stage gave. Few sums over x are in flight at a time: memory must not grow with depth."""
+        """Add sums over x that a stage has launched. Few are in flight at a time: memory must not grow with depth."""
         for bucket, land in reduced:
             self._flying.append((bucket, land))
             while len(self._flying) > (MOST_IN_FLIGHT if bucket.gathers else 0):
                 self._land()
 
     def put(self, gradients: Tensors) -> None:
-        """Gradients that are summed over x already."""
+        """Add gradients that are already summed over x."""
         for p, gradient in gradients.items():
             before = self._totals.get(p)
             self._totals[p] = gradient.to(p.dtype) if before is None else before.add_(gradient)
 
     def used(self, buckets: Sequence[Bucket]) -> None:
-        """One use of these weights is over."""
+        """Count one use of these weights as complete."""
         for bucket in buckets:
-            self._left[bucket] -= 1
+            self._pending_uses[bucket] -= 1
             self._sum_replicas(bucket)
 
     def _land(self) -> None:
@@ -293,25 +296,27 @@ class Sums:
         self._sum_replicas(bucket)
 
     def _sum_replicas(self, bucket: Bucket) -> None:
-        """Launch it, if all has come that will."""
-        if self._left[bucket] == 0 and all(each is not bucket for each, _ in self._flying):
+        """Launch the sum over replicas if the bucket's gradients are complete."""
+        if self._pending_uses[bucket] == 0 and all(each is not bucket for each, _ in self._flying):
             totals = {p: self._totals.pop(p) for p in bucket.parameters if p in self._totals}
             self._replicas[bucket] = sum_over(bucket.mesh.replicas, totals)
 
     def finish(self) -> Tensors:
-        """The gradient of every parameter that has one, summed over all ranks that saw a part of it."""
+        """The gradients of all parameters that have one, summed over all ranks."""
         while self._flying:
             self._land()
-        gradients = {p: gradient for bucket in self._left for p, gradient in self._replicas.pop(bucket, dict)().items()}
-        mesh = next(iter(self._left)).mesh
+        gradients = {
+            p: gradient for bucket in self._pending_uses for p, gradient in self._replicas.pop(bucket, dict)().items()
+        }
+        mesh = next(iter(self._pending_uses)).mesh
         for axis in (mesh.x, mesh.y, mesh.z):
-            partial = [p for bucket in self._left for p in bucket.partial[axis.name] if p in gradients]
+            partial = [p for bucket in self._pending_uses for p in bucket.partial[axis.name] if p in gradients]
             gradients |= sum_over(axis, {p: gradients[p] for p in partial})()
         return gradients
 
 
 def sum_over(axis: Axis, gradients: Tensors) -> Landing:
-    """Launch the sum of those there are, as one flat tensor."""
+    """Launch the all-reduce of all gradients as one flat tensor."""
     if axis.size == 1 or not gradients:
         return lambda: gradients
     flight = all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients.values()]), axis)

@@ -9,7 +9,7 @@ from typing import Any
 from cuboid.comm.ledger import Ledger
 from cuboid.device import DeviceClock
 from cuboid.mesh.cuboid import AXES
-from cuboid.mesh.layout import lay, shard_of
+from cuboid.mesh.layout import set_shard, shard_of
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
 from cuboid.step.schedule import Move
@@ -39,18 +39,18 @@ class Recorder:
         self._moments: list[Any] = []
         mesh = model.parallel.mesh
         self._clock = mesh.ledger.clock = DeviceClock(mesh.device)
-        mesh.ledger.spans, model.player.told = [], self._told
-        self._runner.between = self._between
+        mesh.ledger.spans, model.player.on_moves = [], self._on_moves
+        self._runner.on_stage = self._on_stage
 
     def begin(self, phase: str) -> None:
         """Begin a phase, which ends the one before; an empty name begins none."""
         self._begun.append((phase, self._clock.mark()))
 
-    def _told(self, moves: Sequence[Move]) -> None:
+    def _on_moves(self, moves: Sequence[Move]) -> None:
         kinds = {move.kind for move in moves}
         self.begin("forward" if kinds == {"F"} else "backward" if "F" not in kinds else "forward beside backward")
 
-    def _between(self, stage: int) -> None:
+    def _on_stage(self, stage: int) -> None:
         if stage - 1 - self.layer in (0, 1):  # first is the embedding, or what arrives
             self._moments.append(self._clock.mark())
 
@@ -58,7 +58,7 @@ class Recorder:
         mesh = self.model.parallel.mesh
         mesh.ledger.settle()
         spans, mesh.ledger.spans, mesh.ledger.clock = mesh.ledger.spans or [], None, None
-        self._runner.between = self.model.player.told = None
+        self._runner.on_stage = self.model.player.on_moves = None
         begun = [(name, self._clock.read(moment)) for name, moment in self._begun]
         phases = [Phase(name, start, stop) for (name, start), (_, stop) in pairwise(begun) if name]
         inside = [s for s in spans if any(p.start <= s.launched < p.stop for p in phases)]  # validation is not
@@ -79,6 +79,6 @@ def unscheduled(model: Transformer) -> Transformer:
     off = CuboidParallel(parallel.config, mesh, parallel.policy, parallel.dtype, schedule)
     made = Transformer(off, None, next(model.parameters()).dtype, model.recompute)
     for mine, same in zip(made.parameters(), model.parameters(), strict=True):
-        lay(mine, shard_of(same))
+        set_shard(mine, shard_of(same))
         mine.requires_grad_(same.requires_grad)
     return made
