@@ -134,7 +134,7 @@ def test_checkpoint_cli_list_shows_steps_and_damage(run: Path, cuboid: Cuboid) -
     assert len(lines) == 5
     assert [line.split()[0] for line in lines[1:]] == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
     assert "1,2,1" in lines[1]
-    assert "looks whole" in lines[2]  # its sizes are right
+    assert "looks intact" in lines[2]  # its sizes are right
     assert "damaged: state.json" in lines[4]
     rows = json.loads(cuboid("checkpoint", "list", run, "--json").out)
     assert [bool(row["damage"]) for row in rows] == [False, False, False, True]

@@ -76,7 +76,7 @@ def test_train_cli_writes_run_folder_and_summary(finished: tuple[Path, Said]) ->
 def test_train_cli_resumes_moved_run_in_place(finished: tuple[Path, Said], cuboid: Cuboid, tmp_path: Path) -> None:
     run = tmp_path / "moved"
     shutil.copytree(finished[0], run)
-    start = run / "checkpoints" / "step-00000002"  # not the newest: steps 3 and 4 are taken again
+    start = run / "checkpoints" / "step-00000002"  # not the newest: steps 3 and 4 are repeated
     said = cuboid("train", "--resume", start, *sets(["schedule.steps=6", *on("1,2,1")]))
     assert said.code == 0, said.err
     assert "resumed after step 2" in said.out
@@ -203,7 +203,7 @@ def test_train_cli_ctrl_c_finishes_step_and_saves(tmp_path: Path, cuboid: Cuboid
         code, out, err = command.said()
     assert code == 0, err
     assert err == ""
-    told = re.search(r"Stopped after step (\d+) of 1000000; all is saved. Go on with:\n  cuboid (.*)", out)
+    told = re.search(r"Stopped after step (\d+) of 1000000; all is saved. Resume with:\n  cuboid (.*)", out)
     assert told
     done = int(told[1])
     shown = json.loads((run / "trace.json").read_text())["traceEvents"]

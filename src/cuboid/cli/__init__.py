@@ -1,4 +1,4 @@
-"""The command line. Every command is one file here; bad input ends it with exit code 2 and one clear message."""
+"""The command line, one file per command. Bad input exits with code 2 and one clear message."""
 
 import os
 import sys
@@ -43,12 +43,12 @@ def main() -> None:
     try:
         sys.exit(app(prog_name="cuboid", standalone_mode=False) or 0)
     except (ValueError, typer.TyperException) as error:
-        if is_first_of_host():  # under torchrun every rank finds the same fault; one says so
-            say(error if isinstance(error, ValueError) else explain(error))
+        if is_first_of_host():  # under torchrun every rank finds the same fault; one reports it
+            print_error(error if isinstance(error, ValueError) else explain(error))
         sys.exit(2)
     except RunError as error:
         if is_first_of_host():
-            say(error)
+            print_error(error)
         sys.exit(1)
     except RankError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -63,12 +63,12 @@ def _show(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning to the person who typed the command, in one line; to programmers, as Python shows it."""
+    """Print a renamed key in one line, other warnings as Python does."""
     if issubclass(category, RenamedKey):
         warn(str(message))
     else:
         (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
-def say(error: Exception | str) -> None:
+def print_error(error: Exception | str) -> None:
     Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""How far a long command is."""
+"""The progress of a long command."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from rich.progress import (
 
 @contextmanager
 def bar(console: Console, what: str, total: int, size: bool = True) -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal, a line elsewhere; of bytes, or of what else is counted. Tell it how much more is done."""
+    """A progress bar on a terminal, one line elsewhere. Call what it yields with the bytes (or items) done since."""
     if not console.is_terminal:
         console.print(what)
         yield lambda done: None

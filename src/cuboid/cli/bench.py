@@ -1,4 +1,4 @@
-"""`cuboid bench`: 1-D, 2-D, 2.5-D, PyTorch's own and 3-D side by side, on one model, one batch, one machine."""
+"""`cuboid bench`: compares 1-D, 2-D, 2.5-D, PyTorch's own and 3-D on one model, batch and machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ app = typer.Typer(name="bench", cls=CommandGroup, add_completion=False)
 
 @dataclass(frozen=True)
 class Setting:
-    """What a benchmark of layouts does unless told otherwise."""
+    """Defaults of a benchmark of layouts."""
 
     ranks: str
     hidden: int
@@ -41,7 +41,7 @@ QUICK = {
     "weak": Setting("8,64", hidden=64, heads=64, batch=32, seq=16, rate="8mbit", rounds=1),
     "layouts": Setting("8", hidden=256, heads=8, batch=16, seq=64, rate="", rounds=3),
 }
-#: The paper's strong scaling on emulated devices; its weak scaling begins with a cube root of 8 less.
+#: The paper's scaling on emulated devices. Weak scaling begins at half the hidden size.
 PAPER = {
     "strong": Setting("8,16,32,64", hidden=256, heads=64, batch=16, seq=64, rate="", rounds=3),
     "weak": Setting("8,64", hidden=128, heads=64, batch=8, seq=64, rate="", rounds=3),
@@ -53,7 +53,9 @@ MODEL, MACHINE, RUN = "Model and batch", "Ranks and network", "Measurement"
 RANKS = Annotated[str, option("Numbers of ranks, such as 8,64.", MACHINE)]
 HOSTS = Annotated[int | None, option("Emulated hosts, instead of --ranks.", MACHINE, 1)]
 PER_HOST = Annotated[int, option("Ranks on each host.", MACHINE, 1)]
-RATE = Annotated[str, option("Each host's link, such as 25mbit; several are a sweep; '' is unshaped.", MACHINE)]
+RATE = Annotated[
+    str, option("Rate of each host's link, such as 25mbit; several make a sweep; '' is unshaped.", MACHINE)
+]
 EMULATE = Annotated[
     str,
     option(
@@ -72,14 +74,14 @@ BATCH = Annotated[int, option("Sequences per step, over all ranks.", MODEL, 1)]
 FIRST_BATCH = Annotated[int, option("Sequences per step, over all ranks, on the fewest ranks.", MODEL, 1)]
 SEQ = Annotated[int, option("Tokens per sequence.", MODEL, 1)]
 ACTIVATIONS = Annotated[str, option("Cuboids retain gathered activations for backward, or regather them.", MODEL)]
-WEIGHTS = Annotated[str, option("Gathered weights are kept for backward (retain), or gathered again.", MODEL)]
-ROUNDS = Annotated[int, option("How often each layout has its turn.", RUN, 1)]
+WEIGHTS = Annotated[str, option("Cuboids retain gathered weights for backward, or regather them.", MODEL)]
+ROUNDS = Annotated[int, option("Turns of each layout.", RUN, 1)]
 STEPS = Annotated[int, option("Steps timed per turn.", RUN, 1)]
 ONLY = Annotated[
     list[str] | None,
-    option("Only layouts whose name begins so, such as 'cuboid 2,' or 2-D; may be given several times.", RUN),
+    option("Only layouts whose name begins with this, such as 'cuboid 2,' or 2-D; may be repeated.", RUN),
 ]
-SMALLER = Annotated[bool, option("Smaller and fewer: minutes, and rough.", RUN, flag="--quick")]
+SMALLER = Annotated[bool, option("Fewer and smaller measurements: rough, in minutes.", RUN, flag="--quick")]
 OUT = Annotated[Path, option("Folder for the JSON and the pictures.", RUN)]
 
 
@@ -88,7 +90,7 @@ def bench() -> None:
     """Time cuboids against other parallelisms on the same ranks.
 
     Layouts take turns, round after round; medians and quartiles of step, bytes and memory are shown; everything goes to
-    JSON, PNG and SVG. With --rate the ranks live on emulated hosts with shaped links (needs root); without, on this
+    JSON, PNG and SVG. With --rate the ranks run on emulated hosts with shaped links (needs root); without, on this
     machine's loopback. With --emulate their devices are emulated too, so that many ranks can share a core; see
     docs/emulation.md.
 
@@ -173,7 +175,7 @@ def layouts(
     quick: SMALLER = False,
     out: OUT = Path("bench"),
 ) -> None:
-    """Every layout and cuboid of one number of ranks, PyTorch's own among them."""
+    """All layouts and cuboids of one number of ranks, PyTorch's own included."""
     timed("layouts", ctx)
 
 
@@ -201,7 +203,7 @@ def overlap(
     out: OUT = Path("bench"),
 ) -> None:
     """The schedule on and off, on two hosts and on eight. With --quick: 2 rounds."""
-    _alone("overlap")
+    _reject_torchrun("overlap")
     _check_policy(activations, weights)
     from cuboid.bench.overlap import overlap as run
     from cuboid.emulate.slow_motion import parse
@@ -227,7 +229,7 @@ def emulation(
     out: OUT = Path("bench"),
 ) -> None:
     """The same steps computed on two cores and timed on emulated devices. With --quick: 3 rounds."""
-    _alone("emulation")
+    _reject_torchrun("emulation")
     from cuboid.bench.emulation import emulation as run
 
     turns = _unless_quick(ctx, "rounds", quick, 3)
@@ -246,7 +248,7 @@ def cpu(
     out: OUT = Path("bench"),
 ) -> None:
     """CPU seconds of every cuboid against one device's. With --quick: 2 rounds."""
-    _alone("cpu")
+    _reject_torchrun("cpu")
     from cuboid.bench.cpu import cpu as run
 
     run(ranks, _unless_quick(ctx, "rounds", quick, 2), out, _console(), only or [""], hidden)
@@ -261,7 +263,7 @@ def accuracy(
     out: OUT = Path("bench"),
 ) -> None:
     """Loss curves of 1-D, 2-D and 3-D on one text. With --quick: 50 steps."""
-    _alone("accuracy")
+    _reject_torchrun("accuracy")
     from cuboid.bench.accuracy import accuracy as run
 
     run(_unless_quick(ctx, "steps", quick, 50), out, _console(), only or [""])
@@ -274,25 +276,27 @@ def pipeline(
     hidden: Annotated[
         int | None, option("Width of the residual stream.", MODEL, 1, otherwise="256, or with --cores 1024")
     ] = None,
-    emulate: Annotated[str, option("The device, as of cuboid bench layouts; '': the benchmark's own.", MACHINE)] = "",
+    emulate: Annotated[
+        str, option("The device, as for cuboid bench layouts; '': the benchmark's default.", MACHINE)
+    ] = "",
     cores: Annotated[
         bool,
         option(
-            "Compute on two hosts of a rank and a core each. It needs root, and a machine that is otherwise idle.",
+            "Compute on two hosts, each with one rank and one core. It needs root and an otherwise idle machine.",
             MACHINE,
             flag="--cores",
         ),
     ] = False,
     rounds: ROUNDS = 3,
     only: Annotated[
-        list[str] | None, option("Only schedules whose name begins so; may be given several times.", RUN)
+        list[str] | None, option("Only schedules whose name begins with this; may be repeated.", RUN)
     ] = None,
     quick: SMALLER = False,
     out: OUT = Path("bench"),
 ) -> None:
     """How long the ranks of a pipeline are idle, under each schedule, on emulated devices. With --quick: 2,4 ranks, 1
     round."""
-    _alone("pipeline")
+    _reject_torchrun("pipeline")
     if cores and (emulate or _is_given(ctx, "ranks")):
         raise ValueError("--cores has two ranks that compute; leave out --ranks and --emulate")
     sizes = [2] if cores else _whole_numbers(_unless_quick(ctx, "ranks", quick, "2,4"))
@@ -310,7 +314,7 @@ def groups(
     emulate: Annotated[
         str,
         option(
-            "Devices, hosts and groups of hosts, as of cuboid bench layouts, with node=, group= and uplink=; '': two "
+            "Devices, hosts and groups of hosts, as for cuboid bench layouts, with node=, group= and uplink=; '': two "
             "groups of two hosts of two devices, whose link is ten times slower than a host's.",
             MACHINE,
         ),
@@ -321,14 +325,14 @@ def groups(
     vocab: VOCAB = 512,
     batch: BATCH = 8,
     seq: SEQ = 256,
-    top: Annotated[int, option("How many of the fastest shapes, as planned, of each kind.", RUN, 1)] = 2,
+    top: Annotated[int, option("Number of shapes of each kind: the fastest ones of cuboid plan.", RUN, 1)] = 2,
     rounds: ROUNDS = 3,
     quick: SMALLER = False,
     out: OUT = Path("bench"),
 ) -> None:
     """Two groups of hosts joined by a slow link: the best pipe × cuboid against the best cuboid. With --quick: --top 1,
     1 round."""
-    _alone("groups")
+    _reject_torchrun("groups")
     from cuboid.bench.groups import CLUSTER
     from cuboid.bench.groups import groups as run
     from cuboid.bench.problem import Problem
@@ -341,10 +345,10 @@ def groups(
 
 
 def timed(what: str, ctx: typer.Context) -> None:
-    """strong, weak or layouts, from the options of their command."""
+    """Run strong, weak or layouts with the options of its command."""
     given = {name for name in ctx.params if _is_given(ctx, name)}
     if {"ranks", "hosts"} <= given:
-        raise ValueError("--ranks and --hosts both say how many ranks; give one of them")
+        raise ValueError("--ranks and --hosts both set the number of ranks; give one of them")
     o = dict(ctx.params)
     quick, emulate, only = o["quick"], o["emulate"], o["only"] or [""]
     own = QUICK[what] if quick else None
@@ -370,13 +374,11 @@ def timed(what: str, ctx: typer.Context) -> None:
     slow = parse(emulate) if emulate else None
     if slow is not None:
         if given & {"rate", "ranks_per_host"} or under_torchrun():
-            raise ValueError(
-                "--emulate says what links and hosts there are; leave out --rate, --ranks-per-host, torchrun"
-            )
+            raise ValueError("--emulate sets the links and hosts; leave out --rate, --ranks-per-host, torchrun")
         per_host, rate = slow.hardware.node, slow.links.between if can_make_hosts() else ""
     if under_torchrun():
         if "rate" in given and rate:
-            raise ValueError(f"--rate {rate}: torchrun's ranks have the network they have; leave --rate out")
+            raise ValueError(f"--rate {rate}: ranks under torchrun use the real network; leave --rate out")
         rate = ""
     rates = [each.strip() for each in rate.split(",")]
     for each in rates:
@@ -385,7 +387,7 @@ def timed(what: str, ctx: typer.Context) -> None:
     unused = given & {"hosts", "ranks_per_host"} if what == "layouts" else given & {"hosts"}
     if unused and not any(rates):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
-        raise ValueError(f"{flags}: hosts are made where links have a rate; add --rate 25mbit or give --ranks")
+        raise ValueError(f"{flags}: hosts are emulated only if links have a rate; add --rate 25mbit or give --ranks")
     if o["hosts"]:
         sizes = [o["hosts"] * per_host]
     for size in sizes:
@@ -436,13 +438,13 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
 
 
 def _unless_quick(ctx: typer.Context, name: str, quick: bool, smaller: Any) -> Any:
-    """An option's value; with --quick the smaller one where none is given."""
+    """An option's value; with --quick the smaller one, unless the option is given."""
     return smaller if quick and not _is_given(ctx, name) else ctx.params[name]
 
 
-def _alone(what: str) -> None:
+def _reject_torchrun(what: str) -> None:
     if under_torchrun():
-        raise ValueError(f"bench {what} starts ranks of its own; run it without torchrun")
+        raise ValueError(f"bench {what} starts its own ranks; run it without torchrun")
 
 
 def _check_policy(activations: str, weights: str) -> None:

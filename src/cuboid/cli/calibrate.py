@@ -35,8 +35,8 @@ def calibrate(
 ) -> None:
     """Measure this machine or cluster for cuboid plan.
 
-    Measured are matmuls, copies, attention, every collective on every size of axis with all groups at once, compute
-    beside communication, and a real layer. The hardware file that is written is for cuboid plan --hardware.
+    It measures matmuls, copies, attention, every collective at every axis size with all groups at once, compute that
+    overlaps with communication, and a real layer. cuboid plan --hardware takes the file.
 
     Examples:
       cuboid calibrate mine.json --ranks 8
@@ -67,14 +67,14 @@ def calibrate(
 
 def show(found: Calibration, console: Console, out: Path) -> None:
     hw = found.hardware
-    table = Table("collective", "where", "a call", "a round", "bandwidth", "fit error", title_justify="left")
+    table = Table("collective", "where", "per call", "per round", "bandwidth", "fit error", title_justify="left")
     for where, links in (("inside", hw.inside), ("across", hw.across)):
         for kind, link in links.items():
             times = f"{link.base * 1e6:.3g} µs", f"{link.hop * 1e6:.3g} µs", f"{quantity(link.bandwidth)}B/s"
             table.add_row(kind, where, *times, f"{found.errors[f'{kind} {where}']:.0%}")
     (precision, rate), (forward, backward) = next(iter(hw.rate.items())), hw.attention
     console.print(
-        f"Products {quantity(rate)}FLOP/s in {precision} (fit error {found.errors['products']:.0%}), attention "
+        f"Matmuls {quantity(rate)}FLOP/s in {precision} (fit error {found.errors['products']:.0%}), attention "
         f"{forward:.0%} and {backward:.0%} of it, elementwise {quantity(hw.stream)}B/s, an operation "
         f"{hw.launch * 1e6:.3g} µs; compute loses {hw.slowdown:.0%} while something is in flight; real layers to "
         f"{found.errors['one real layer']:.0%}.",

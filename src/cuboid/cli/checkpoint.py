@@ -1,4 +1,4 @@
-"""`cuboid checkpoint`: what checkpoints a run has, whether they are whole, and which to keep."""
+"""`cuboid checkpoint`: list, verify and prune the checkpoints of a run."""
 
 import json
 import shutil
@@ -28,9 +28,9 @@ def checkpoint() -> None:
 
 @app.command("list", cls=Command)
 def list_(run: RUN, as_json: JSON = False) -> None:
-    """Print each checkpoint: step, size, age, the cuboid it was written on, and whether it looks whole.
+    """Print each checkpoint: step, size, age, the cuboid it was written on, and whether it looks intact.
 
-    Manifest, state and the sizes of the other files are looked at; cuboid checkpoint verify reads them all.
+    This checks the manifest, the state and the sizes of the other files; cuboid checkpoint verify reads all files.
     """
     from cuboid.train.checkpoint import candidates
 
@@ -44,7 +44,7 @@ def list_(run: RUN, as_json: JSON = False) -> None:
     for each in rows:
         size, age = f"{quantity(each['bytes'])}B", duration(each["age_seconds"])
         cuboid = str(Cuboid.stored(each["cuboid"])) if each["cuboid"] else ""
-        table.add_row(each["name"], size, age, cuboid, each["damage"] or "looks whole")
+        table.add_row(each["name"], size, age, cuboid, each["damage"] or "looks intact")
     Console(highlight=False, markup=False, soft_wrap=True).print(table)
 
 
@@ -65,16 +65,16 @@ def row(path: Path) -> dict[str, Any]:
         found["cuboid"] = inspect(path)[1].get("cuboid")
     except Damaged as error:
         found["damage"] = f"damaged: {', '.join(error.names)}"
-    except ValueError as error:  # of another version
+    except ValueError as error:  # from another version
         found["damage"] = str(error)
     return found
 
 
 @app.command(cls=Command)
 def verify(run: RUN, as_json: JSON = False) -> None:
-    """Read every file of every checkpoint and hold it against its checksum.
+    """Read every file of every checkpoint and compare it with its checksum.
 
-    Exits 0 if all are as they were written, 1 if any is not.
+    Exits 0 if all are good, 1 if any is damaged.
     """
     from cuboid.train.checkpoint import candidates
 
@@ -90,7 +90,7 @@ def verify(run: RUN, as_json: JSON = False) -> None:
 
 
 def damage(path: Path, console: Console) -> list[str]:
-    """The files of a checkpoint that are not as they were written."""
+    """The damaged files of a checkpoint."""
     from cuboid.train import manifest
     from cuboid.train.checkpoint import inspect
     from cuboid.train.manifest import Damaged
@@ -109,9 +109,9 @@ def prune(
     keep: Annotated[int, option("Newest good checkpoints to keep.", None, 1)] = 2,
     dry_run: Annotated[bool, option("Only print what would be removed.", flag="--dry-run")] = False,
 ) -> None:
-    """Remove all but the newest good checkpoints: older ones, damaged ones, and what killed runs have left of others.
+    """Remove all but the newest good checkpoints: older ones, damaged ones, and unfinished ones of killed runs.
 
-    Those to be kept are read and held against their checksums first. If there is no good one, none is removed.
+    Checkpoints to be kept are read and compared with their checksums first. If none is good, none is removed.
     """
     from cuboid.train.checkpoint import candidates, step_of
     from cuboid.train.run import RunFolder
@@ -122,13 +122,13 @@ def prune(
         raise ValueError(f"{run} is a checkpoint; give the run folder whose checkpoints are to be pruned")
     folder = newest.parent
     with RunFolder(folder.parent if folder.name == "checkpoints" else folder) as locked:
-        locked.lock()  # what a live run has aside is a save under way
+        locked.lock()  # a live run may be writing a checkpoint
         kept = _prune(folder, keep, dry_run, console)
     console.print(f"keeps {', '.join(str(step_of(path)) for path in reversed(kept))}")
 
 
 def _prune(folder: Path, keep: int, dry_run: bool, console: Console) -> list[Path]:
-    """Those kept, newest first."""
+    """Returns the checkpoints that are kept, newest first."""
     from cuboid.train.checkpoint import complete
     from cuboid.train.writer import leftovers, remove
 

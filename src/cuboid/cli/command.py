@@ -1,5 +1,5 @@
-"""How every command reads its words: flags of earlier versions are read with a warning, and each wrong command line is
-answered in one or two sentences that lead to a right one."""
+"""How every command parses its arguments: flags of earlier versions are accepted with a warning, and each wrong command
+line is answered in one or two sentences that lead to a right one."""
 
 import inspect
 import re
@@ -12,10 +12,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from cuboid.cli.say import warn
 
-#: Flags by their names in earlier versions.
+#: Flags by their earlier names.
 RENAMED = {"--data": "--replicas", "--devices": "--ranks", "--precision": "--dtype", "--parts": "--sub-batches"}
 
-#: What people type for a command.
+#: Commands by other names that people type.
 COMMANDS = {
     **dict.fromkeys(("run", "fit", "pretrain", "finetune", "fine-tune", "start"), "train"),
     **dict.fromkeys(("generate", "infer", "complete"), "sample"),
@@ -29,7 +29,7 @@ COMMANDS = {
     **dict.fromkeys(("search", "tune", "estimate"), "plan"),
     **dict.fromkeys(("tokenize", "tokenise", "prepare", "preprocess"), "data build"),
 }
-#: What people type for a flag: those of ours, the first that a command takes.
+#: Flags by other names that people type: the first one that the command has is suggested.
 FLAGS = {
     **dict.fromkeys(
         ("gpus", "num-gpus", "ngpus", "nproc", "nproc-per-node", "world-size", "processes", "ranks", "devices"),
@@ -50,12 +50,12 @@ FLAGS = {
 }
 
 
-#: How help names the kind of value that an option takes.
+#: How help names types of values.
 KINDS = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: ""}
 
 
 class Readable:
-    """Mixed into commands: paragraphs of help are wrapped by the terminal, and kinds of values have short names."""
+    """A mixin: the terminal wraps paragraphs of help, and types of values have short names."""
 
     help: str | None
 
@@ -73,7 +73,7 @@ class Readable:
 
 
 class Command(Readable, TyperCommand):
-    """A command that reads flags by their earlier names too."""
+    """A command that accepts earlier names of its flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {flag for param in self.params for flag in param.opts}
@@ -81,7 +81,7 @@ class Command(Readable, TyperCommand):
 
 
 class CommandGroup(Readable, TyperGroup):
-    """A command with commands of its own."""
+    """A command with subcommands."""
 
 
 def _name_kind(param: Any) -> None:
@@ -110,7 +110,7 @@ def one_of(flag: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _current(word: str, known: set[str]) -> str:
-    """A word by its name of today, if it is a flag that has another and this command takes that one."""
+    """The current name of a renamed flag of this command; any other word as it is."""
     flag, equals, value = word.partition("=")
     now = RENAMED.get(flag)
     if now is None or flag in known or now not in known:
@@ -120,7 +120,7 @@ def _current(word: str, known: set[str]) -> str:
 
 
 def explain(error: Any) -> str:
-    """What is wrong with a command line, and what to write instead. Attributes tell what kind of error it is."""
+    """What is wrong with a command line, and what to write instead. The error's attributes tell its kind."""
     ctx, message = getattr(error, "ctx", None), error.format_message().rstrip(".")
     if ctx is None and hasattr(error, "option_name"):
         return _lacks_value(error.option_name)

@@ -28,7 +28,7 @@ def import_(
 ) -> None:
     """Turn a Hugging Face folder into a checkpoint that loads on any cuboid.
 
-    Training needs no such step: model.pretrained takes the folder itself.
+    Training does not need this command: model.pretrained takes the folder itself.
 
     Example:
       cuboid import folder runs/imported
@@ -54,7 +54,7 @@ def import_on_rank(world: World, folder: Path, out: Path, cuboid: Cuboid) -> Non
     from cuboid.train import checkpoint
     from cuboid.train.writer import Writer
 
-    mesh, console = Mesh(cuboid, world.rank, world.device), talk(world)
+    mesh, console = Mesh(cuboid, world.rank, world.device), rank_console(world)
     tensors = files.stored(folder).values()
     wide = torch.float64 if any(tensor.dtype == "F64" for tensor in tensors) else torch.float32
     with bar(console, f"reading {folder}", sum(t.bytes for t in tensors) // mesh.cuboid.ranks) as advance:
@@ -74,7 +74,8 @@ def export(
     model: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
     out: Annotated[Path, typer.Argument(help="The Hugging Face folder to make.")],
     dtype: Annotated[
-        str, option(f"Of the weights: {', '.join(EXPORTED)}.", otherwise="as they were imported, else fp32")
+        str,
+        option(f"Number format of the weights: {', '.join(EXPORTED)}.", otherwise="as they were imported, else fp32"),
     ] = "",
     shard_gb: Annotated[float, option("Largest file, in GB (10⁹ bytes).", None, 1e-6)] = 5.0,
     cuboid: ON_CUBOID = "1,1,1",
@@ -110,7 +111,7 @@ def export_on_rank(
     from cuboid.model.hf.save import save_pretrained
     from cuboid.model.transformer import Transformer
 
-    mesh, console = Mesh(cuboid, world.rank, world.device), talk(world)
+    mesh, console = Mesh(cuboid, world.rank, world.device), rank_console(world)
     provenance = origin.provenance
     wide = provenance is not None and any(came_as == "F64" for _, came_as in provenance.tensors.values())
     at_rest = torch.float64 if wide else torch.float32
@@ -122,5 +123,6 @@ def export_on_rank(
     console.print(f"wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 
-def talk(world: World) -> Console:
+def rank_console(world: World) -> Console:
+    """The console of rank 0; a silent one on other ranks."""
     return Console(quiet=world.rank != 0, highlight=False, markup=False, soft_wrap=True)

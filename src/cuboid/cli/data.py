@@ -65,5 +65,5 @@ def build(
         total = len(corpus.train) + len(corpus.val)
         nats = unigram_entropy(corpus.train, corpus.vocab)
         console.print(f"vocab {corpus.vocab:,}, {size / total:.2f} bytes per token")
-        console.print(f"unigram entropy {nats:.3f} nats per token: what a loss must fall below to have learnt")
+        console.print(f"unigram entropy {nats:.3f} nats per token; the loss of a trained model is below it")
     console.print(f"wrote {out}")

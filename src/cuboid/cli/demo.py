@@ -19,7 +19,7 @@ def demo(
 ) -> None:
     """Train one small model on one device and on two cuboids, and compare every step.
 
-    The model learns Python from the running Python's own library; nothing is downloaded. It is trained on cuboid
+    The model learns from the running Python's standard library; nothing is downloaded. It is trained on cuboid
     (2,2,2), 8 ranks of this machine, stopped half way and resumed on (1,4,2), and on one device. Exits 1 if the losses
     of any step differ by 1e-5.
 
@@ -70,7 +70,7 @@ def show(console: Console, found: "DemoResult", folder: Path) -> None:
 
 
 def table(found: "DemoResult") -> Table:
-    """What a rank holds and sends, on each layout."""
+    """What a rank holds and sends on each layout."""
     from cuboid.train.progress import quantity
 
     grid = Table(title="per rank", title_justify="left")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cuboid.doctor.finding import Finding
     from cuboid.run.launch import World
 
-INDENT = 18  # of what a line says, behind its verdict and the name of the check
+INDENT = 18  # columns of the status and the name of the check
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
@@ -41,7 +41,7 @@ def doctor(
 ) -> None:
     """Check whether this machine or cluster is ready to train.
 
-    Checked are versions, devices, which ranks share a host, settings that slow training down, memory for the
+    It checks versions, devices, which ranks share a host, settings that slow training down, memory for the
     configured model, space for checkpoints, the links of each axis, and twenty steps of a small model against one
     device. Each line is ok, a warning or an error, with what to do about it. Nothing is written. Exits 1 if there is
     an error.
@@ -60,7 +60,7 @@ def doctor(
     if chosen.precision.deterministic:
         prepare_deterministic()
     if hardware:
-        load_hardware(hardware)  # or raise, before ranks start
+        load_hardware(hardware)  # raises before ranks start
     ranks, console = chosen.cuboid_shape().ranks, Console(highlight=False, stderr=as_json)
     if under_torchrun():
         (ready,) = launch(on_all_stages, ranks, [chosen, hardware, as_json])
@@ -76,7 +76,7 @@ def doctor(
 
 
 def on_all_stages(world: World, config: TrainConfig, hardware: str, as_json: bool) -> bool:
-    """On a rank of torchrun's: all of them walk through the stages, and the first speaks."""
+    """Run all stages on a rank of torchrun; rank 0 prints."""
     from cuboid.doctor import examine, on_rank
 
     console, began = Console(highlight=False, quiet=world.rank != 0, stderr=as_json), time.monotonic()
@@ -84,7 +84,7 @@ def on_all_stages(world: World, config: TrainConfig, hardware: str, as_json: boo
         lambda stage: on_rank(world, stage, config, hardware), lambda each: show(each, console, as_json)
     )
     ready = conclude(found, time.monotonic() - began, console, as_json) if world.rank == 0 else True
-    if error is not None:  # where it happened it is reported as any other command's is, and no argument is to blame
+    if error is not None:  # the rank that raised it reports it; a RunError, because no argument is wrong
         raise RunError(str(error)) if isinstance(error, ValueError) else error
     return ready
 
@@ -98,11 +98,11 @@ def show(found: Finding, console: Console, as_json: bool) -> None:
     for i, (line, style) in enumerate(said):
         text.append(" " * INDENT * (i > 0) + line + "\n" * (i < len(said) - 1), style)
     console.print(text, soft_wrap=True)
-    console.file.flush()  # what comes next may end this process
+    console.file.flush()  # the next check may end this process
 
 
 def conclude(found: list[Finding], seconds: float, console: Console, as_json: bool) -> bool:
-    """Whether it is ready to train, said in the last line."""
+    """Print the last line. Returns whether the machine is ready to train."""
     errors, warnings = (sum(each.status == status for each in found) for status in ("error", "warning"))
     if as_json:
         counts = {"ok": not errors, "errors": errors, "warnings": warnings, "seconds": round(seconds, 1)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cuboid.cli.bar import bar
-from cuboid.cli.convert import talk
+from cuboid.cli.convert import rank_console
 from cuboid.cli.option import JSON, ON_CUBOID, option
 from cuboid.cli.say import warn
 from cuboid.data.faults import MAX_BAD
@@ -30,8 +30,8 @@ def eval_(
     text: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Text files or folders; what cuboid data build made, or one of its .bin files; or the TOML of a run, "
-            "for its validation part. Left out: the validation part of the run itself."
+            help="Text files or folders; a folder of cuboid data build or one of its .bin files; or the TOML of a run, "
+            "for its validation split. Left out: the validation split of the run itself."
         ),
     ] = None,
     seq: Annotated[
@@ -39,7 +39,7 @@ def eval_(
         option("Tokens per window.", None, 1, otherwise="the model's context, at most 1024"),
     ] = None,
     batch: Annotated[int, option("Windows at a time, over all ranks.", None, 1)] = 8,
-    dtype: Annotated[str, option(f"Of matmuls and activations: {', '.join(COMPUTED)}.")] = "fp32",
+    dtype: Annotated[str, option(f"Number format of matmuls and activations: {', '.join(COMPUTED)}.")] = "fp32",
     cuboid: ON_CUBOID = "1,1,1",
     max_bad: Annotated[
         float, option("Share of a text file's bytes that may be zero or not UTF-8.", None, 0, 1)
@@ -48,8 +48,8 @@ def eval_(
 ) -> None:
     """Print the perplexity of a model on a text.
 
-    The text is split into windows that do not overlap; a token is predicted from those before it in its window. Of a
-    folder of built tokens the validation part is taken, unless it is empty.
+    The text is split into windows that do not overlap; a token is predicted from those before it in its window. A
+    folder of built tokens gives its validation split or, if that is empty, its training split.
 
     Examples:
       cuboid eval runs/NAME
@@ -75,47 +75,49 @@ def eval_(
 
 
 def tokens_of(origin: Origin, text: list[Path], max_bad: float) -> Tokens:
-    """Of what was named, which is all text or one source of another kind."""
+    """The tokens of `text`: text files and folders, or one source of another kind."""
     from cuboid.data import is_built, is_token_file, open_corpus, text_files, tokenise
     from cuboid.train.loop import corpus_of
 
     others = [path for path in text if is_built(path) or is_token_file(path) or path.suffix == ".toml"]
     if not others:
-        return readable(origin, tokenise(text_files(text, max_bad, warn), origin.tokenizer(), val_fraction=0.0)).train
+        return checked(origin, tokenise(text_files(text, max_bad, warn), origin.tokenizer(), val_fraction=0.0)).train
     (source,) = others[:1]
     if len(text) > 1:
         raise ValueError(f"{source} holds more than text and cannot be joined with other sources; give it alone")
     if source.suffix == ".toml":
-        return validation(readable(origin, corpus_of(load(source), warn), source), source)
-    corpus = readable(origin, open_corpus(source if source.is_dir() else source.parent), source)
+        return validation(checked(origin, corpus_of(load(source), warn), source), source)
+    corpus = checked(origin, open_corpus(source if source.is_dir() else source.parent), source)
     if source.is_file():
         return corpus.train if source.stem == "train" else corpus.val
     return corpus.val if len(corpus.val) > 1 else corpus.train
 
 
 def held_out(origin: Origin) -> Tokens:
-    """The validation part of a run, if its text is still what it was."""
+    """The validation split of a run. Raises if its text has changed."""
     from cuboid.train import checkpoint
     from cuboid.train.loop import corpus_of
 
     config = origin.run / "config.toml" if origin.run is not None else None
     if config is None or not config.is_file():
-        raise ValueError(f"{origin.path} is no run with a configuration, and has no text of its own; name text files")
+        raise ValueError(f"{origin.path} is no run with a configuration, so it has no text; name text files")
     run, own = load(config, ["model.pretrained="]), origin.tokenizer_file
-    if run.data.tokenizer and own is not None:  # its copy is there wherever the folder is by now
+    if run.data.tokenizer and own is not None:  # the run's copy, which moves with its folder
         run = replace(run, data=replace(run.data, tokenizer=str(own)))
     corpus = corpus_of(run, warn)
     _, state = checkpoint.inspect(checkpoint.newest(origin.path))
     if state["data"]["digest"] != corpus.digest:
         raise ValueError(f"the text that {config} names has changed since the run; name the text to evaluate")
-    return validation(readable(origin, corpus, config), config)
+    return validation(checked(origin, corpus, config), config)
 
 
-def readable(origin: Origin, corpus: Corpus, source: Path | None = None) -> Corpus:
-    """The corpus, if it is of the model's own tokenizer."""
+def checked(origin: Origin, corpus: Corpus, source: Path | None = None) -> Corpus:
+    """Returns the corpus. Raises if it was built with another tokenizer than the model's."""
     own = origin.tokenizer_file
     if own is not None and origin.tokenizer().identity != corpus.tokenizer.identity:
-        raise ValueError(f"the tokens of {source} are another tokenizer's than {own}; build them with that one")
+        raise ValueError(
+            f"the tokens of {source} were built with another tokenizer than {own}; build them with that one"
+        )
     corpus.check(origin.config.vocab)
     return corpus
 
@@ -134,7 +136,7 @@ def eval_on_rank(
     from cuboid.model.evaluate import evaluate
     from cuboid.model.transformer import Transformer
 
-    mesh, console = Mesh(cuboid, world.rank, world.device), talk(world)
+    mesh, console = Mesh(cuboid, world.rank, world.device), rank_console(world)
     console.quiet = console.quiet or quiet
     model = Transformer(CuboidParallel(origin.config, mesh, dtype=COMPUTE[dtype]), None)
     origin.load(model)

@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 
 from cuboid.cli.command import Command, CommandGroup
 
-#: Per group of commands: each one's name, the module and the name in it, and what it does.
+#: Per group: each command's name, its module:function, and its summary.
 GROUPS = {
     "Begin": {
         "demo": ("demo:demo", "Train one small model on one device and on two cuboids, and compare every step."),
@@ -42,7 +42,7 @@ HOMES = {name: home for group in GROUPS.values() for name, (home, _) in group.it
 
 
 class Imported(Mapping[str, Any]):
-    """Commands by their names."""
+    """Commands by name, imported when they are looked up."""
 
     def __getitem__(self, name: str) -> Any:
         module, attribute = HOMES[name].split(":")
@@ -62,11 +62,11 @@ class Imported(Mapping[str, Any]):
 
 
 class Commands(CommandGroup):
-    """Knows every command by its name and summary, and imports the one that is called."""
+    """Lists all commands by name and summary, and imports only the one that is called."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.commands = Imported()  # type: ignore[assignment]  # nobody adds to it
+        self.commands = Imported()  # type: ignore[assignment]  # read only
         self._summaries = {
             name: TyperCommand(name, help=summary, rich_help_panel=group)
             for group, commands in GROUPS.items()
@@ -77,7 +77,7 @@ class Commands(CommandGroup):
         return list(HOMES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """For lists of commands: the name and the summary alone."""
+        """The name and the summary of a command, for lists."""
         return self._summaries.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Options, and those that several commands have."""
+"""Options that several commands share."""
 
 from typing import Annotated, Any
 
@@ -15,8 +15,7 @@ def option(
     otherwise: str = "",
     metavar: str | None = None,
 ) -> Any:
-    """An option's metadata, for `Annotated`. `otherwise` says what holds if it is left out, where the default
-    value does not say it by itself."""
+    """An option's metadata, for `Annotated`. `otherwise` describes the default if its value does not."""
     names = [flag] if flag else []
     return typer.Option(
         *names,
@@ -34,15 +33,15 @@ SET = Annotated[
 ]
 PRESET = Annotated[str, option("Begin with the sizes of a known model; cuboid config --presets lists them.")]
 JSON = Annotated[bool, option("Print JSON.", flag="--json")]
-LAYOUT = "Ranks"  # panel of the options that say on which cuboid
+LAYOUT = "Ranks"  # the panel of options that set the cuboid
 CUBOID = Annotated[
     str,
     option(
-        "x,y,z, such as 2,2,2; or auto: what cuboid plan finds fastest for as many ranks as configured.",
+        "x,y,z, such as 2,2,2; or auto: the fastest of cuboid plan for the configured number of ranks.",
         LAYOUT,
         otherwise="as configured",
         metavar="X,Y,Z",
     ),
 ]
-#: Of commands that run on one process unless told otherwise.
+#: For commands that run on one process by default.
 ON_CUBOID = Annotated[str, option("x,y,z to run on; 1,1,1 is one process.", metavar="X,Y,Z")]

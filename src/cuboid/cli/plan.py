@@ -1,4 +1,4 @@
-"""`cuboid plan`: which cuboid, how fast, how much memory, before anyone books a GPU."""
+"""`cuboid plan`: the fastest cuboid, its step time and its memory, predicted without a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 CLUSTER, WORK, SIZES, OUTPUT = "Cluster", "Work of a step", "Model sizes", "Output"
-OURS = "the configuration's"  # default of an option where the model is a configuration or a run
+OURS = "the configuration's"  # default of an option if the model is a configuration or a run
 MODEL = "the model's"
 
 
@@ -63,7 +63,7 @@ def plan(
     dtype: Annotated[
         str,
         option(
-            f"Of matmuls and activations: {', '.join(COMPUTED)}.",
+            f"Number format of matmuls and activations: {', '.join(COMPUTED)}.",
             WORK,
             otherwise=f"{OURS}, else what suits the hardware: bf16 on GPUs since Ampere, fp32 on others",
         ),
@@ -86,19 +86,17 @@ def plan(
     ] = None,
     vocab: Annotated[int | None, option("Tokens in the vocabulary.", SIZES, 1, otherwise=MODEL)] = None,
     explain: Annotated[
-        str, option("Show all about one cuboid, such as 2,2,2 or '2,2,2 pipe=2'.", OUTPUT, metavar="X,Y,Z")
+        str, option("Explain one cuboid, such as 2,2,2 or '2,2,2 pipe=2'.", OUTPUT, metavar="X,Y,Z")
     ] = "",
     top: Annotated[int, option("Rows of the table.", OUTPUT, 1)] = 10,
     dry: Annotated[
-        bool, option("Also run the model's code of one rank, without data, and count.", OUTPUT, flag="--dry-run")
+        bool, option("Also run the code of one rank without data, and count.", OUTPUT, flag="--dry-run")
     ] = False,
     plot: Annotated[
         Path | None, option("Also draw the ranking, and a map of devices × batch, to this PNG.", OUTPUT)
     ] = None,
     as_json: Annotated[bool, option("Print JSON.", OUTPUT, flag="--json")] = False,
-    literature: Annotated[
-        bool, option("Instead: predict published measurements of others.", OUTPUT, flag="--published")
-    ] = False,
+    literature: Annotated[bool, option("Instead: predict published measurements.", OUTPUT, flag="--published")] = False,
     check: Annotated[
         list[Path] | None,
         option(
@@ -110,7 +108,7 @@ def plan(
 ) -> None:
     """Rank every cuboid of a cluster for a model by its predicted step time.
 
-    Tried are all x·y·z·replicas·pipe, every order of the axes over nodes, with and without recomputation, gathered
+    It tries all x·y·z·replicas·pipe, every order of the axes over nodes, with and without recomputation, gathered
     operands retained or regathered, one or several interleaved sub-batches. The last line is a cuboid train command
     that runs the winner. Predictions come from the equations in docs/planner.md and the hardware's figures; cuboid
     calibrate measures a machine.
@@ -180,7 +178,7 @@ def plan(
 
 
 def dry_runs(work: Work, plan: Plan, backend: str) -> list[Comparison]:
-    """Of the first rank, or of the first of every place of a pipeline."""
+    """Dry runs of the first rank, or of the first rank of every place of a pipeline."""
     from cuboid.plan.dry import compare, dry_run
 
     found, cuboid = [], plan.cuboid
@@ -195,7 +193,7 @@ def configured(name: str, seq: int) -> TrainConfig | None:
     """The run that a TOML file or a run folder describes, with sequences of `seq` tokens if that is given."""
     path = Path(name)
     if (path / "config.toml").is_file():
-        run = load_run(path / "config.toml", ["model.pretrained="])  # its sizes are its own by now
+        run = load_run(path / "config.toml", ["model.pretrained="])  # the file has its sizes
     elif path.suffix == ".toml":
         run = load_run(path)
     else:
@@ -223,9 +221,9 @@ def chosen_model(
     given = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value}
     if base is not None:
-        if {"hidden", "heads"} & changes.keys():  # what followed from them follows anew
+        if {"hidden", "heads"} & changes.keys():  # derive these from the new sizes
             changes = {"head_dim": 0, "ffn": 0, "kv_heads": 0} | changes
-        if base.rotary:  # no weights depend on it
+        if base.rotary:  # no weight depends on it
             changes["context"] = max(base.context, seq)
         return base.replace(**changes)
     missing = [key for key in ("layers", "hidden", "heads") if key not in changes]
@@ -235,7 +233,7 @@ def chosen_model(
 
 
 def make_folder(path: Path) -> None:
-    """Before anything is worked out that would then have no place."""
+    """Make the folder of --plot, or raise, before planning."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -315,7 +313,7 @@ def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> N
 
 
 def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> Table:
-    """Of plans and their layouts' names; without a name there is no column for it."""
+    """A table of plans; it has a column for names if there are any."""
     from cuboid.plan.explain import gigabytes
 
     named = any(name for name, _ in plans)
@@ -331,8 +329,8 @@ def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> T
             f"{axis} {s / plan.seconds:.0%}" for axis, s in plan.exposed.items() if s > 0.005 * plan.seconds
         )
         cells = [name] if named else []
-        again = described(plan.choice) + (f", {plan.choice.schedule.pipeline}" if plan.places else "")
-        cells += [str(plan.cuboid), inner(plan.cuboid), again, f"{plan.seconds:.4g} s"]
+        choice = described(plan.choice) + (f", {plan.choice.schedule.pipeline}" if plan.places else "")
+        cells += [str(plan.cuboid), inner(plan.cuboid), choice, f"{plan.seconds:.4g} s"]
         cells += [quantity(ranking.tokens_per_second(plan)), f"{ranking.mfu(plan):.1%}", waits or "–"]
         table.add_row(*cells, gigabytes(plan.peak), held)
     table.caption = (
@@ -371,7 +369,7 @@ def _places(plan: Plan) -> Table:
     from cuboid.plan.explain import gigabytes
 
     title = f"Places of the pipe: {plan.choice.schedule.pipeline}, {plan.bubble:.1%} of the step idle"
-    columns = ["place", "blocks", "forward", "backward", "idle in a step", "memory", "of which"]
+    columns = ["place", "blocks", "forward", "backward", "idle per step", "memory", "of which"]
     table = Table(*columns, title=title, title_justify="left")
     for i, each in enumerate(plan.places):
         cells = " + ".join(map(str, each.blocks)), f"{each.forward:.4g} s", f"{each.backward:.4g} s"

@@ -24,7 +24,7 @@ def sample(
     temperature: Annotated[float, option("Lower is less varied; 0: always the likeliest token.")] = 0.6,
     top_k: Annotated[int, option("Draw from this many of the likeliest tokens.", otherwise="all")] = 0,
     top_p: Annotated[float, option("Draw from the likeliest tokens whose probabilities add up to this.")] = 1.0,
-    seed: Annotated[int, option("Of the draws.")] = 0,
+    seed: Annotated[int, option("Seed of the draws.")] = 0,
     cuboid: ON_CUBOID = "1,1,1",
 ) -> None:
     """Continue a prompt with a trained model.
@@ -66,7 +66,7 @@ def sample_on_rank(
     for token in generate(model, prompt, count, sampling, tokenizer.vocab):
         ids.append(token)
         text = tokenizer.decode(ids)
-        if world.rank == 0 and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character still to be completed
+        if world.rank == 0 and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # an incomplete character
             print(text[len(shown) :], end="", flush=True)
             shown = text
     if world.rank == 0:

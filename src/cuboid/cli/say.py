@@ -1,4 +1,4 @@
-"""What a command says besides its result, on stderr."""
+"""Warnings of a command, on stderr."""
 
 from rich.console import Console
 from rich.text import Text
@@ -7,6 +7,6 @@ from cuboid.run.started import is_first
 
 
 def warn(text: str) -> None:
-    """Once, where torchrun has started several."""
+    """Print a warning, under torchrun on one rank only."""
     if is_first():
         Console(stderr=True, highlight=False).print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)

@@ -43,7 +43,7 @@ def train(
     ] = None,
     cuboid: CUBOID = "",
     replicas: Annotated[
-        int | None, option("Data-parallel replicas of the whole cuboid.", LAYOUT, 1, otherwise="as configured")
+        int | None, option("Data-parallel replicas of the cuboid.", LAYOUT, 1, otherwise="as configured")
     ] = None,
     pipe: Annotated[
         int | None, option("Pipeline stages, each on a cuboid of its own.", LAYOUT, 1, otherwise="as configured")
@@ -59,7 +59,9 @@ def train(
             otherwise="none",
         ),
     ] = None,
-    force: Annotated[bool, option("Train even where the run is planned not to fit.", RUN, flag="--force")] = False,
+    force: Annotated[
+        bool, option("Train even if the run is predicted not to fit in memory.", RUN, flag="--force")
+    ] = False,
     emulate: Annotated[
         str,
         option("Time a few steps on emulated devices and links, such as v100-edr/2000, and save nothing.", RUN),
@@ -70,9 +72,9 @@ def train(
     Without a configuration: a small GPT on the running Python's own library, on 8 ranks of this machine. Ranks are
     forked here; on a cluster torchrun starts them.
 
-    Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and exits: with 75 unless it was Ctrl-C. A second one ends the
-    run at once. When a rank dies, all ranks are restarted from the newest checkpoint. The same command resumes a run
-    that was interrupted, if it names its logging.folder.
+    Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and exits, with code 75 except for Ctrl-C. A second signal ends
+    the run at once. When a rank dies, all ranks are restarted from the newest checkpoint. If logging.folder is set, the
+    same command resumes an interrupted run.
 
     Examples:
       cuboid train --cuboid 2,2,2 --set schedule.steps=50
@@ -87,16 +89,16 @@ def train(
 
         start = resume.resolve()
         run = checkpoint.candidates(start)[0].parent.parent
-        if config is None:  # the run's own, wherever its folder is by now
-            own = [f"logging.folder={toml(str(run))}", "model.pretrained="]  # its weights are its own by now
+        if config is None:  # the run's own, even if its folder was moved
+            own = [f"logging.folder={toml(str(run))}", "model.pretrained="]  # the checkpoint has the weights
             config, overrides = run / "config.toml", own + overrides
     if replicas:
         overrides = [*overrides, f"cuboid.replicas={replicas}"]
     if pipe:
         overrides = [*overrides, f"cuboid.pipe={pipe}"]
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
-    if not cuboid and is_first() and (said := half_given(chosen, config, overrides)):
-        Console(highlight=False, soft_wrap=True).print(said, markup=False)
+    if not cuboid and is_first() and (note := note_on_axes(chosen, config, overrides)):
+        Console(highlight=False, soft_wrap=True).print(note, markup=False)
     chosen.check()
     if emulate:
         if resume is not None or trace or under_torchrun():
@@ -116,19 +118,19 @@ def train(
     from cuboid.train.tracing import check_steps
 
     check_steps(trace, 0, chosen.schedule.steps)
-    folder = Path(chosen.logging.folder) if chosen.logging.folder else run or unnamed_folder()
-    if folder is not None and not under_torchrun():  # there rank 0 looks, which makes it
+    folder = Path(chosen.logging.folder) if chosen.logging.folder else run or default_folder()
+    if folder is not None and not under_torchrun():  # there rank 0 checks it, and makes it
         check_folder(chosen, folder, start)
     stop, ranks = Stop(), chosen.cuboid_shape().ranks
-    timeout = 2 * chosen.watch.timeout or TIMEOUT  # the watch strikes first, and says more
-    look_ahead(chosen, ranks, force)
+    timeout = 2 * chosen.watch.timeout or TIMEOUT  # the watchdog acts first, and reports more
+    check_before_start(chosen, ranks, force)
     if chosen.precision.deterministic:
         from cuboid.device import prepare_deterministic
 
         prepare_deterministic()
     args = [chosen, folder, start, trace, force]
     with stop.listening():
-        if under_torchrun():  # its agent starts them again
+        if under_torchrun():  # its agent restarts ranks
             outcome = launch(train_on_rank, ranks, args, stop, timeout)[0]
         else:
             assert folder is not None
@@ -141,7 +143,7 @@ def train(
 
 
 def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
-    """The configuration with the cuboid that was asked for, or another if torchrun has started other ranks."""
+    """The configuration with the requested cuboid, or one for the number of ranks that torchrun has started."""
     ranks, why = int(os.environ["WORLD_SIZE"]) if under_torchrun() else config.cuboid_shape().ranks, ""
     if cuboid == "auto":
         from cuboid.train.auto import planned
@@ -161,8 +163,8 @@ def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
     return config
 
 
-def half_given(config: TrainConfig, file: Path | None, overrides: list[str]) -> str:
-    """What to say if the command line gives some axes of the cuboid and nobody the others."""
+def note_on_axes(config: TrainConfig, file: Path | None, overrides: list[str]) -> str:
+    """A note if the command line sets some axes of the cuboid and the others have defaults; else empty."""
     axes, names = ("x", "y", "z"), [change.partition("=")[0].strip() for change in overrides]
     given = [axis for axis in axes if f"cuboid.{axis}" in names]
     left = [name for name in missing(file, [f"cuboid.{axis}" for axis in axes]) if name not in names]
@@ -176,9 +178,9 @@ def half_given(config: TrainConfig, file: Path | None, overrides: list[str]) -> 
     return f"cuboid  {typed} as given, {defaults} by default: {k}, {k.ranks} ranks; --cuboid {alone} gives all three"
 
 
-def look_ahead(config: TrainConfig, ranks: int, force: bool) -> None:
-    """What can be known of this host before ranks start: whether they fit, and have cores of their own. GPUs are for
-    the ranks to look at: a process that has does not fork well."""
+def check_before_start(config: TrainConfig, ranks: int, force: bool) -> None:
+    """Check this host's memory and cores before ranks start. Ranks check GPUs themselves, because a process that has
+    used one cannot fork."""
     from cuboid.device import any_gpu
     from cuboid.train.preflight import check as check_host
     from cuboid.train.preflight import crowd
@@ -212,9 +214,9 @@ def show_rehearsal(config: TrainConfig, slow: SlowMotion) -> None:
     rehearse(config, slow, hosts, tell)
 
 
-def unnamed_folder() -> Path | None:
-    """For a run whose folder nobody has named. Ranks that torchrun starts again must find it, so there it has the name
-    that torchrun gives the run; where that is none, rank 0 names it by the time."""
+def default_folder() -> Path | None:
+    """The folder of a run that sets none. Ranks that torchrun restarts must find it, so it is named by torchrun's run
+    id; without an id, rank 0 names it by the time."""
     from cuboid.train.run import fresh_path
 
     if not under_torchrun():
@@ -224,13 +226,13 @@ def unnamed_folder() -> Path | None:
         return Path("runs", "torchrun-" + re.sub(r"[^\w.-]", "-", name)).absolute()
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         raise ValueError(
-            "ranks that torchrun starts again would not find their run; set logging.folder, or its --rdzv-id"
+            "ranks that torchrun restarts would not find their run; set logging.folder, or torchrun's --rdzv-id"
         )
     return None
 
 
 def started_as(*words: str) -> str:
-    """A command line of ours, for ranks that are started as these were."""
+    """A cuboid command line that starts ranks as this command was started."""
     if not under_torchrun():
         return shlex.join(["cuboid", *words])
     hosts, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -250,7 +252,7 @@ def show(outcome: Outcome) -> None:
     traces = [(what, path) for what, path in traces if path.exists()]
     if not outcome.finished:
         console.print(
-            f"\nStopped after step {outcome.steps} of {outcome.of}; all is saved. Go on with:\n"
+            f"\nStopped after step {outcome.steps} of {outcome.of}; all is saved. Resume with:\n"
             f"  {started_as('train', '--resume', outcome.folder)}"
         )
         console.print(listed(traces), end="")
@@ -261,7 +263,7 @@ def show(outcome: Outcome) -> None:
         console.rule()
     console.print(
         f"{outcome.steps} steps in {duration(outcome.seconds)}. Validation loss {outcome.val_loss:.4f} nats per token; "
-        f"knowing only how frequent each token is: {outcome.unigram:.4f}"
+        f"of a model that knows only token frequencies: {outcome.unigram:.4f}"
     )
     files = [
         ("plot", folder / "plot.png"),

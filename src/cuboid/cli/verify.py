@@ -1,4 +1,4 @@
-"""`cuboid verify`: is the cuboid's step the serial one's, on this machine?"""
+"""`cuboid verify`: does a cuboid's step equal that of one device, on this machine?"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def verify(
     cuboid: Annotated[
         str, option("x,y,z, such as 2,2,2.", RANKS, otherwise="the most even block of --ranks", metavar="X,Y,Z")
     ] = "",
-    replicas: Annotated[int, option("Data-parallel replicas of the whole cuboid.", RANKS, 1)] = 1,
+    replicas: Annotated[int, option("Data-parallel replicas of the cuboid.", RANKS, 1)] = 1,
     pipe: Annotated[int, option("Pipeline stages, each on a cuboid of its own.", RANKS, 1)] = 1,
     ranks: Annotated[
         int | None, option("Ranks in all: x·y·z·replicas·pipe.", RANKS, 1, otherwise="8, or as --cuboid has")
@@ -58,7 +58,7 @@ def verify(
     freeze: Annotated[
         str, option("A pattern of the parameters that are not trained.", MODEL, otherwise="all are trained")
     ] = "",
-    seed: Annotated[int, option("Of weights, batch and dropout.", MODEL)] = 0,
+    seed: Annotated[int, option("Seed of weights, batch and dropout.", MODEL)] = 0,
     dtype: Annotated[str, option(f"One of {', '.join(VERIFIED)}.", STEP)] = "fp64",
     activations: Annotated[str, option("regather or retain gathered activations for backward.", STEP)] = "regather",
     weights: Annotated[str, option("regather or retain gathered weights for backward.", STEP)] = "regather",
@@ -84,8 +84,8 @@ def verify(
 ) -> None:
     """Compare a model on a cuboid with the same on one device.
 
-    Compared are loss, logits, every gradient, bytes, FLOPs and memory. Exits 0 if all agree, 1 if anything does not.
-    Rank 0 holds the whole model, so keep it small. Ranks are forked here; on a cluster torchrun starts them.
+    It compares loss, logits, every gradient, bytes, FLOPs and memory. Exits 0 if all agree, 1 if anything does not.
+    Rank 0 holds the unsharded model, so keep it small. Ranks are forked here; on a cluster torchrun starts them.
 
     Examples:
       cuboid verify --cuboid 2,2,2
@@ -112,7 +112,7 @@ def verify(
     from cuboid.verify import Case
     from cuboid.verify import verify as verify_on_rank
 
-    policy = Policy(activations, weights)  # type: ignore[arg-type]  # it checks them itself
+    policy = Policy(activations, weights)  # type: ignore[arg-type]  # Policy checks them
     loss = Loss(label_smoothing=label_smoothing, z_loss=z_loss)
     schedule = Schedule(prefetch, sub_batches, chunks)
     case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed, schedule, freeze)  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def verify(
 
 
 def compare_curves(console: Console, case: Case, steps: int, plot: Path, as_json: bool) -> None:
-    """Train on Python's own library and draw both losses."""
+    """Train both on Python's standard library and draw their losses."""
     from cuboid.run.launch import launch
     from cuboid.train.compare import curves, draw
     from cuboid.verify import DTYPES
@@ -157,16 +157,14 @@ def compare_curves(console: Console, case: Case, steps: int, plot: Path, as_json
             f"{steps} steps, {case.dtype}: loss {found.serial[0]:.4f} → {found.serial[-1]:.4f}", highlight=False
         )
         verdict = "[green]at most[/]" if ok else "[red]MISMATCH[/]: more than"
-        console.print(
-            f"At every step the cuboid's loss is serial's to {found.difference:.1e}; {verdict} {tolerance:g}."
-        )
+        console.print(f"Largest difference in loss at any step: {found.difference:.1e}, {verdict} {tolerance:g}.")
         console.print(f"Both curves: {plot.absolute()}", soft_wrap=True, highlight=False)
     if not ok:
         raise typer.Exit(1)
 
 
 def kill_ranks(console: Console, case: Case, kills: int, as_json: bool) -> None:
-    """Train on Python's own library with ranks dying, and hold what is left against a run without."""
+    """Train on Python's standard library while ranks are killed, and compare with a run without kills."""
     from cuboid.train.kills import MOMENTS, survive
 
     if under_torchrun():
@@ -176,7 +174,7 @@ def kill_ranks(console: Console, case: Case, kills: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"ok": found.ok, **asdict(found)}, indent=2))
     else:
-        table = Table("killed", "times", "steps taken again")
+        table = Table("killed", "times", "steps repeated")
         for moment in MOMENTS:
             of = [kill for kill in found.kills if kill.moment == moment]
             table.add_row(moment, str(len(of)), str(sum(kill.repeated for kill in of)))
@@ -243,17 +241,17 @@ def show(console: Console, case: Case, report: Report) -> None:
         "calls",
         "bytes",
         "formula",
-        title="Sent by rank 0 in a step",
+        title="Sent by rank 0 per step",
         title_justify="left",
     )
     for name, entry in sorted(report.traffic.items()):
         style = "red" if entry["bytes"] != entry["predicted"] else ""
         traffic.add_row(name, str(entry["calls"]), f"{entry['bytes']:,}", f"{entry['predicted']:,}", style=style)
     console.print(traffic)
-    said = "equal the formula's" if report.traffic_predicted else "[red]differ from the formula's[/]"
-    console.print(f"On every rank, calls and bytes {said}.", highlight=False)
+    verdict = "equal the formula's" if report.traffic_predicted else "[red]differ from the formula's[/]"
+    console.print(f"On every rank, calls and bytes {verdict}.", highlight=False)
     balance = Table(
-        "of a rank",
+        "per rank",
         "serial / P",
         "mean",
         "max / mean",
@@ -273,7 +271,7 @@ def show(console: Console, case: Case, report: Report) -> None:
             agrees,
         )
     console.print(balance)
-    console.print("Norms and biases are replicated over the axis they are not cut by: the rest is one P-th, no more.")
+    console.print("Norms and biases are replicated over axes that do not split them; everything else is 1/P.")
     peak = Table("alive at the peak, rank 0", "bytes", title="Memory, AdamW's moments aside", title_justify="left")
     for kind, size in described(report.peak).items():
         peak.add_row(kind, f"{size:,}")
@@ -281,7 +279,7 @@ def show(console: Console, case: Case, report: Report) -> None:
     console.print("[bold green]The cuboid is exact.[/]" if report.ok else "[bold red]MISMATCH[/]: see the red rows.")
 
 
-#: What the modules of this package make for a moment.
+#: Transient tensors, by the module that makes them.
 TRANSIENTS = {
     "comm.collectives": "gathered operands, buffers in flight",
     "step.weights": "gathered weights, their gradients",
@@ -292,18 +290,18 @@ TRANSIENTS = {
 
 
 def described(peak: dict[str, int]) -> dict[str, int]:
-    """What stays at rest first, then what is alive for a moment, largest first."""
+    """Tensors at rest first, then transient ones, largest first."""
     rest = {kind: peak.get(kind, 0) for kind in ("parameters", "gradients", "saved activations")}
-    moment: dict[str, int] = {}
+    transient: dict[str, int] = {}
     for kind, size in peak.items():
         if kind not in rest:
             name = TRANSIENTS.get(kind, "norms, attention, activations")
-            moment[name] = moment.get(name, 0) + size
-    return rest | dict(sorted(moment.items(), key=lambda item: -item[1]))
+            transient[name] = transient.get(name, 0) + size
+    return rest | dict(sorted(transient.items(), key=lambda item: -item[1]))
 
 
 def worst_of_each(errors: dict[str, float]) -> dict[str, float]:
-    """One row for the same parameter of all layers."""
+    """The worst error of each parameter, over all layers."""
     worst: dict[str, float] = {}
     for name, error in errors.items():
         row = re.sub(r"blocks\.\d+\.", "blocks.*.", name)
