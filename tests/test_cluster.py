@@ -259,7 +259,7 @@ def test_bits_per_second_parses_units() -> None:
 
 def test_pool_rejects_ranks_that_do_not_fill_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: tool)
-    with pytest.raises(ValueError, match="8 ranks cannot live 3 on each of 4 hosts; hosts × ranks per host must be"):
+    with pytest.raises(ValueError, match="8 ranks cannot run 3 on each of 4 hosts; hosts × ranks per host must be"):
         Pool(8, Cluster(4, per_host=3))
 
 

@@ -82,7 +82,7 @@ def test_data_load_rejects_text_or_tokenizer_with_built_tokens(tmp_path: Path, b
     build(text_files([source]), tmp_path / "out", BYTES)
     with pytest.raises(ValueError, match="cannot be joined"):
         load([tmp_path / "out", source])
-    with pytest.raises(ValueError, match="tokenizer of its own"):
+    with pytest.raises(ValueError, match="was built with its own tokenizer"):
         load([tmp_path / "out"], bpe)
     assert load([source], bpe).vocab == load_tokenizer(bpe).vocab
 

@@ -98,7 +98,7 @@ def test_launch_returns_results_in_rank_order() -> None:
 def test_launch_rejects_torchrun_world_size_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"torchrun started 2 ranks but 8 are wanted; set --nproc-per-node"):
+    with pytest.raises(ValueError, match=r"torchrun started 2 ranks but this command needs 8; set --nproc-per-node"):
         launch(rank_and_size, 8)
 
 

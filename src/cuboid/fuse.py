@@ -23,7 +23,7 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """By torch.compile, when it is first called; takes seconds then, and a C++ compiler on a CPU, Triton on a GPU."""
+    """Compile on first use with torch.compile. It takes seconds, and a C++ compiler on a CPU, Triton on a GPU."""
     fast = torch.compile(function, fullgraph=True)
 
     def call(*args: Any) -> Any:

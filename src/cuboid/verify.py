@@ -178,7 +178,7 @@ def measure(case: Case, parallel: Parallel, expected: int | None = None) -> Meas
     with evaluating(model):
         logits = model.logits(tokens, place)
     saved, batch = None, (tokens, At(place, targets, case.loss, case.seed))
-    with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
+    with Memory(model) as memory:  # a separate step, because the FLOP counter keeps tensors alive
         if parallel.mesh.pipe.size > 1:
             model.play([batch])
         else:

@@ -1,7 +1,7 @@
 """1-D parallelism, Megatron-LM's. Weights are split over axis y and never sent; activations are unsharded when used.
 
     tensor                held by a rank
-    attention             [s, b, heads/y]      whole sequences of a block of heads
+    attention             [s, b, heads/y]      full sequences of a block of heads
     MLP inner             [s, b, ffn/y]
     logits                [s, b, V/y]
     into weight [n, k]    [n/y, k]             its bias [n/y]

@@ -148,8 +148,8 @@ def own(ids: Tensor, block: Range) -> Tensor:
 
 @dataclass(eq=False)
 class SummaLookup:
-    """ids [s, b] -> [s, b, d/z], the sum over tables of their rows: of the tokens' and, if there is a second table, of
-    the positions'. `rows` are the global numbers of rows."""
+    """ids [s, b] -> X [s, b, d/z]: rows of the token embedding, plus those of the position embedding if there is one.
+    `rows` are the global numbers of rows."""
 
     tables: Sequence[nn.Parameter]
     rows: Sequence[int]
@@ -199,7 +199,7 @@ class SummaLookup:
 
 @dataclass(eq=False)
 class SummaLogits:
-    """X [s, b, d/z] -> [s, b, V/z]: the products with a table of `vocab` rows in all."""
+    """X [s, b, d/z] -> [s, b, V/z]: the products with an embedding of `vocab` rows."""
 
     weight: nn.Parameter
     vocab: int

@@ -2,7 +2,7 @@
 
     tensor                held by a rank
     residual stream       [s, b/(x y), d/z]
-    attention             [s, b/(x y), heads/z]      whole sequences of a block of heads
+    attention             [s, b/(x y), heads/z]      full sequences of a block of heads
     MLP inner             [s, b/(x y), ffn/z]
     logits                [s, b/(x y), V/z]
     weight [n, k]         [n/z, k/y]                 into and out_of alike

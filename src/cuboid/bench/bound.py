@@ -4,7 +4,7 @@ Al Daas, Ballard, Grigori, Kumar and Rouse, "Tight Memory-Independent Parallel M
 Lower Bounds" (SPAA 2022). For sizes m ≥ n ≥ k, each matrix held once and evenly to begin with, a processor receives at
 least
 
-    D − (mn + mk + nk)/P  words,   D = (mn + mk)/P + nk             P ≤ m/n          one dimension cut
+    D − (mn + mk + nk)/P  words,   D = (mn + mk)/P + nk             P ≤ m/n          one dimension split
                                        2 √(m n k²/P) + mn/P         P ≤ mn/k²        two
                                        3 (mnk/P)^⅔                  beyond           three
 

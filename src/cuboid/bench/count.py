@@ -30,8 +30,8 @@ class Tally(TorchDispatchMode):
     """Enter it around forward and backward; the ledger then has calls and bytes per axis and kind.
 
     `groups` are the axes' process groups. Bytes are the least that a collective of its kind can move, whatever the
-    backend does: see `wire_bytes`. Enter it after other modes: one that comes first runs a DTensor's operation as a
-    whole, and hides what is in it.
+    backend does: see `wire_bytes`. Enter it after other modes: an earlier one would run a DTensor's operation as one,
+    and hide its collectives.
     """
 
     def __init__(self, ledger: Ledger, groups: Mapping[str, dist.ProcessGroup]) -> None:
@@ -85,7 +85,7 @@ class Tally(TorchDispatchMode):
             self.ledger.waited(span, start, time.perf_counter())
 
     def _record(self, kind: str, whole: Tensor, group: Any, all_of_it: bool) -> Span:
-        """`all_of_it`: all is sent, because the rank's own shard is not part of it."""
+        """`all_of_it`: the rank's own shard is not part of `whole`, so all of it is sent."""
         if not isinstance(group, str | dist.ProcessGroup):
             group = dist.ProcessGroup.unbox(group)
         axis, p = self._axes[str(group if isinstance(group, str) else group.group_name)]

@@ -1,7 +1,6 @@
-"""How lean a step is: the CPU seconds of all ranks, against one device's and what its collectives cost by themselves.
+"""The overhead of a step: CPU seconds of all ranks, against those of one device plus those of the collectives alone.
 
-Links are not shaped, so that nobody waits for more than cores. A step that did nothing but one device's work, spread
-over the ranks, and its collectives would take exactly the sum.
+Links are not shaped, so ranks only wait for cores. A step without overhead would take exactly the sum.
 """
 
 from collections.abc import Sequence

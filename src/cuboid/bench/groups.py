@@ -1,7 +1,7 @@
 """Two groups of hosts joined by a slow link: the best pipeline of cuboids against the best cuboid.
 
 The planner searches both alike, within one device's memory and for one batch: every shape and order of axes, what is
-kept and what is computed again, sub-batches, the schedules of a pipeline, how its blocks are split, and every number of
+kept and what is recomputed, sub-batches, the schedules of a pipeline, how its blocks are split, and every number of
 micro-batches. The first few shapes of each take turns on emulated devices.
 """
 
@@ -69,7 +69,7 @@ class Gain:
 
     @property
     def spread(self) -> Spread:
-        """Of the rounds'."""
+        """The spread of the gain over rounds."""
         pairs = zip(self.cuboid.samples, self.pipe.samples, strict=True)
         return Spread.of([one["step"] / other["step"] for one, other in pairs])
 

@@ -124,7 +124,7 @@ class Layout:
         return self.micro_batches * problem.micro_batches
 
     def chosen(self, problem: Problem) -> Choice:
-        """Of a cuboid: what was planned, or what suits its sizes and the network."""
+        """A cuboid's choice: the planned one, or one that suits its sizes and the network."""
         if self.choice is not None:
             return self.choice
         if not self.cuboidal or not self.overlap:
@@ -295,7 +295,7 @@ def every(problem: Problem, ranks: int, emulated: bool = False) -> Iterator[Layo
 
 def _natives(shape: Cuboid, ddp: bool) -> Iterator[Layout]:
     """PyTorch's own on one mesh, in all variants that may be fastest: with sequence parallelism and without ("-SP"),
-    weights gathered again in backward or kept ("+"), gloo's reduce-scatters or the least traffic ("ideal"), and DDP."""
+    weights regathered in backward or kept ("+"), gloo's reduce-scatters or the least traffic ("ideal"), and DDP."""
     for sp in (True, False)[: 1 + (shape.y > 1)]:
         for tuned in (False, True)[: 1 + (shape.x > 1)]:
             yield Layout("native", shape, sp=sp, tuned=tuned)

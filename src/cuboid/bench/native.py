@@ -47,7 +47,7 @@ from cuboid.run.launch import World
 class Native:
     """A rank's model, ready to train; tp varies fastest over ranks.
 
-    `reshard` gathers a block's weights again in backward; otherwise they are kept from forward. `sp` also splits the
+    `reshard` regathers a block's weights in backward; otherwise they are kept from forward. `sp` also splits the
     residual stream over tp. `ddp` replicates the model over fsdp instead of sharding it. `ideal` replaces gloo's
     reduce-scatters, which are all-reduces, by the least traffic, and overlaps FSDP's with backward as on a GPU:
     gradients must then be None when a step begins. There is no dropout.
@@ -184,18 +184,17 @@ def _spec(parameter: Tensor, ddp: bool = False) -> Spec:
 
 
 def _like_parameter(parameter: Tensor) -> None:
-    """DTensor leaves the gradients of norms as partial sums and a table's whole; make them fit the optimizer."""
+    """DTensor leaves the gradients of norms as partial sums and an embedding's full; make them fit the optimizer."""
     assert isinstance(parameter, DTensor)
     assert isinstance(parameter.grad, DTensor)
     if parameter.grad.placements != parameter.placements:
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
-def plan(config: ModelConfig, cut: type[Shard], sp: bool) -> dict[str, ParallelStyle]:
-    """Tensor parallelism with the residual stream [b, s/tp, d], or without `sp` whole. One gather of it serves gate and
-    up."""
+def plan(config: ModelConfig, shard: type[Shard], sp: bool) -> dict[str, ParallelStyle]:
+    """Tensor parallelism with the residual stream [b, s/tp, d], without `sp` [b, s, d]. Gate and up share it."""
     whole = Replicate()
-    s: Placement = cut(1) if sp else whole
+    s: Placement = shard(1) if sp else whole
     gather_x = PrepareModuleInput(input_layouts=(s,), desired_input_layouts=(whole,))
     gather_first = PrepareModuleInput(input_layouts=(s, None), desired_input_layouts=(whole, None))
     norm: ParallelStyle = SequenceParallel(use_local_output=True) if sp else _Replicated()
@@ -213,7 +212,7 @@ def plan(config: ModelConfig, cut: type[Shard], sp: bool) -> dict[str, ParallelS
         "blocks.*.mlp.down": out,
     }
     if not config.rotary:
-        styles["positions"] = RowwiseParallel(input_layouts=whole, output_layouts=cut(0) if sp else whole)
+        styles["positions"] = RowwiseParallel(input_layouts=whole, output_layouts=shard(0) if sp else whole)
     return styles
 
 
@@ -304,7 +303,7 @@ class _IdealShard(Shard):
 
 
 class _ParallelLoss(torch.autograd.Function):
-    """Cross entropy of logits [r, v] cut over v, a DTensor. Differentiated on the spot, because `loss_parallel` wants
+    """Cross entropy of logits [r, v] split over v, a DTensor. Differentiated on the spot, because `loss_parallel` wants
     its backward within it; what is saved is as large."""
 
     @staticmethod

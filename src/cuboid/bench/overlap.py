@@ -144,7 +144,7 @@ BESIDE = ["beside", "exposed beside"]
 
 @contextmanager
 def on_a_core(world: World) -> Iterator[None]:
-    """Of this rank's own, where there are as many; before all other processes, if it may."""
+    """Run on a core of this rank alone if there are enough, and before other processes if permitted."""
     cores, niceness = sorted(os.sched_getaffinity(0)), os.getpriority(os.PRIO_PROCESS, 0)
     if world.size <= len(cores):
         os.sched_setaffinity(0, {cores[world.rank]})

@@ -1,4 +1,4 @@
-"""How long do the ranks of a pipeline stand idle? Each schedule on 2, 4 and 8 emulated devices, against its formula; or
+"""How long are the ranks of a pipeline idle? Each schedule on 2, 4 and 8 emulated devices, against its formula; or
 on two hosts of one rank and one core each.
 
 One rank a stage (two stages with interleaved), as many blocks for each, and next to no time for messages. Idle is what
@@ -43,7 +43,7 @@ SEQ, BATCH, BLOCKS = 64, 2, 2  # a micro-batch's sequences and their tokens; blo
 
 @dataclass(frozen=True)
 class PlayedStep:
-    """As one rank saw it, in seconds."""
+    """A step on one rank, in seconds."""
 
     seconds: float
     busy: float
@@ -76,13 +76,13 @@ class Idle:
         return self.spread.median
 
     def _share(self, forward: float, backward: float, weights: float) -> float:
-        """Of a stage's times; a backward is without its weight gradients where they are apart."""
+        """The idle share, from a stage's times. If weight gradients are postponed, `backward` is without them."""
         idle = (self.pipe - 1) * (forward + backward - weights)
         return idle / (idle + self.stages * self.micro_batches * (forward + backward + weights))
 
     @property
     def formula(self) -> float:
-        """Of the times of a stage in the middle of all."""
+        """The idle share by the formula, with the median times of a stage."""
         of_stage = self.stages * self.micro_batches * self.pipe
         times = (
             median(sum(each.moves.get(kind, 0.0) for each in ranks) / of_stage for ranks in self.steps)
@@ -101,7 +101,7 @@ class Idle:
 
     @property
     def cpu_share(self) -> float:
-        """Of the cores' time, the ranks' own: on emulated devices it should be none."""
+        """The ranks' share of the cores' time. On emulated devices it should be 0."""
         shares = [sum(each.cpu for each in ranks) / max(r.seconds for r in ranks) for ranks in self.steps]
         return median(shares) / (os.cpu_count() or 1)
 
@@ -193,7 +193,7 @@ def pipeline(
     device: str,
     cores: bool = False,
 ) -> bool:
-    """Whether every schedule stands idle as long as its formula says, to five points, and sends the formula's bytes. On
+    """Whether every schedule is idle as long as its formula says, to five points, and sends the formula's bytes. On
     emulated devices, or on two hosts of a rank and a core each."""
     slow, names, name = parse(device or DEVICE), begin_with(only, list(PIPELINES)), "cores" if cores else "pipeline"
     if cores:

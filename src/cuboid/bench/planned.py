@@ -1,9 +1,8 @@
-"""How long a step takes by the planner's figures, whatever the layout: what `cuboid plan` says of a cuboid, and of the
-others what a rank does, played on the same clock.
+"""Step times of any layout by the planner's figures: `cuboid plan` predicts a cuboid; for other layouts, the operations
+of a rank are simulated on the same clock.
 
-The rank runs by itself, on an emulated device on which nobody sleeps, in a world in which nothing is sent. Its
-operations, launches and waits are noted in their order and played on a `Tape`, each for as long as the planner's
-formulas say.
+The rank runs alone, on an emulated device that does not sleep, and sends nothing. Its operations, launches and waits
+are recorded in order and simulated on a `Tape`, with the times of the planner's formulas.
 """
 
 from collections.abc import Callable, Sequence

@@ -89,7 +89,7 @@ class Row:
 
     @property
     def counts_as(self) -> str:
-        """For emulated devices: "" if ranks had CPU time to spare, else how reliable the figures are."""
+        """How reliable figures of emulated devices are; "" if ranks had CPU time to spare."""
         share = self.cpu_share
         return "" if share <= MOST_CPU else "rough" if self.quick and share <= MOST_CPU_ROUGH else "not counted"
 

@@ -168,7 +168,7 @@ def kill_ranks(console: Console, case: Case, kills: int, as_json: bool) -> None:
     from cuboid.train.kills import MOMENTS, survive
 
     if under_torchrun():
-        raise ValueError("--kills starts runs of its own on this machine; call it without torchrun")
+        raise ValueError("--kills starts its own runs on this machine; call it without torchrun")
     with TemporaryDirectory(prefix="cuboid-kills-") as folder:
         found = survive(training(case, 1), kills, case.seed, Path(folder), partial(console.print, highlight=False))
     if as_json:

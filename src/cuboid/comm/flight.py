@@ -53,7 +53,7 @@ class Flight:
 
     @property
     def over(self) -> bool:
-        """Whether it is known, without waiting, to have landed."""
+        """Whether it has landed, as far as is known without waiting."""
         return True
 
 

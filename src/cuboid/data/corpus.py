@@ -76,7 +76,7 @@ def load(
             f"{built[0]} holds built tokens and cannot be joined with other sources; build one folder of all"
         )
     if tokenizer is not None:
-        raise ValueError(f"{built[0]} was built with a tokenizer of its own; leave {tokenizer} out or build it again")
+        raise ValueError(f"{built[0]} was built with its own tokenizer; leave {tokenizer} out or build it again")
     return open_corpus(built[0])
 
 

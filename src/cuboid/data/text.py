@@ -22,7 +22,7 @@ _PIECE = 1 << 20  # bytes read at a time
 def python_stdlib(max_bytes: int = 8_000_000) -> list[Path]:
     """The running Python's standard library without its tests: text that needs no download.
 
-    Modules before packages, each in order of name, as many whole files as fit into `max_bytes`: a larger
+    Modules before packages, each in order of name, as many full files as fit into `max_bytes`: a larger
     limit only adds files at the end.
     """
     root = Path(sysconfig.get_path("stdlib"))
@@ -102,7 +102,7 @@ def split(files: Sequence[Path], fraction: float) -> tuple[list[Document], list[
     """Documents to train on and documents to validate on, the latter about `fraction` of the bytes.
 
     Every (1/fraction)-th file is for validation. Where that is far from the fraction asked for (files of very
-    different sizes), files are chosen by their size. Where no choice of whole files comes near it (few files, or one
+    different sizes), files are chosen by their size. Where no choice of full files comes near it (few files, or one
     much larger than the rest), the end of the text is held out, and the file it begins in is split in two.
     """
     if not 0 <= fraction < 1:

@@ -47,7 +47,7 @@ class DemoResult:
 
     @property
     def losses(self) -> list[float]:
-        """Of every step on the cuboids."""
+        """The loss of every step on the cuboids."""
         return [loss for stretch in self.stretches for loss in stretch.losses]
 
     def apart(self, stretch: Stretch) -> float:
@@ -62,7 +62,7 @@ class DemoResult:
 
     @property
     def bits_per_byte(self) -> dict[int, float]:
-        """Of the held-out text, by step."""
+        """Bits per byte of the held-out text, by step."""
         return {
             step: self.facts.bits_per_byte(nats) for each in self.stretches for step, nats in each.validation.items()
         }
@@ -94,7 +94,7 @@ def configuration(folder: Path, size: DemoSize) -> TrainConfig:
 
 
 def run_demo(folder: Path, size: DemoSize, tell: Callable[[str], object]) -> DemoResult:
-    """Run all of it and leave a run folder behind: checkpoints, curves.png, demo.json. `tell` is told what comes next.
+    """Run the demo and write a run folder: checkpoints, curves.png, demo.json. `tell` is called with what comes next.
 
     Raises ValueError if the folder is not empty.
     """

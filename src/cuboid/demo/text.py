@@ -23,14 +23,14 @@ class TextFacts:
     trigram_bits: float  # bits per held-out byte of a byte 3-gram model
 
     def bits_per_byte(self, nats_per_token: float) -> float:
-        """Of a loss on the held-out tokens."""
+        """Converts a loss on the held-out tokens."""
         return nats_per_token / 0.6931471805599453 * self.held_out_tokens / self.held_out_bytes
 
 
 def prepare(world: World, folder: Path, max_bytes: int, vocab: int, val_fraction: float) -> TextFacts:
-    """Build tokens in `folder` / tokens. Training and held-out files are whole, and read in the same way.
+    """Build tokens in `folder` / tokens. Training and held-out files are read in full, and in the same way.
 
-    On a rank of its own: threads that the tokenizer starts would not survive the fork of other ranks.
+    Runs on a separate rank: threads that the tokenizer starts would not survive the fork of other ranks.
     """
     files = data.python_stdlib(max_bytes)
     train, held_out = ([_text(each) for each in part] for part in split(files, val_fraction))

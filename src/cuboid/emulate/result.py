@@ -62,7 +62,7 @@ def maker(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[Any, Any], Any] 
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """With every leaf changed."""
+    """`value` with `change` applied to every leaf."""
     if type(value) in (list, tuple):
         return type(value)([_mapped(change, each) for each in value])
     if type(value) is dict:
@@ -71,7 +71,7 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _written(schema: Any) -> Callable[[Any, Any], Any]:
-    """For an operation that writes to its arguments: those that it returns."""
+    """The arguments that an in-place operation returns."""
     names = [argument.name for argument in schema.arguments]
     aliases = {frozenset(a.alias_info.before_set): a.name for a in schema.arguments if a.alias_info is not None}
     wanted = [aliases[frozenset(r.alias_info.before_set)] for r in schema.returns if r.alias_info is not None]

@@ -199,7 +199,7 @@ def _number(name: str, value: str, least: float) -> float:
 
 
 def _rate(links: dict[str, Link]) -> str:
-    """For tc."""
+    """The rate of links, as tc takes it."""
     if not links:
         return ""
     bits = 8 * min(links[kind].bandwidth for kind in KINDS)

@@ -29,7 +29,7 @@ class Cuboid:
         x: Splits the batch and, at rest, every weight; like FSDP.
         y: Splits attention heads, the MLP's inner width and the vocabulary; like tensor + sequence parallelism.
         z: Splits the hidden width and heads.
-        replicas: Data-parallel replicas of the whole block.
+        replicas: Data-parallel replicas of the block.
         order: Axes from the slowest over ranks to the fastest; `pipe` is first unless it is named.
         pipe: Stages of a pipeline, each on its own blocks.
 
@@ -58,7 +58,7 @@ class Cuboid:
 
     @classmethod
     def parse(cls, text: str, replicas: int = 1, order: str = ",".join(AXES), pipe: int = 1) -> "Cuboid":
-        """As typed by a person: `"2,2,2"` or, as `str` writes it, `"2,2,2 replicas=2 pipe=4"`.
+        """Parses what a person types: `"2,2,2"` or, as `str` writes it, `"2,2,2 replicas=2 pipe=4"`.
 
         Raises:
             ValueError: If the text is not of this form, or a size is not allowed.
@@ -79,7 +79,7 @@ class Cuboid:
 
     @classmethod
     def stored(cls, sizes: Mapping[str, int], order: Sequence[str] = AXES) -> "Cuboid":
-        """From a file, which may be of an earlier version."""
+        """Reads sizes from a file, which may be of an earlier version."""
         by_axis = {EARLIER.get(axis, axis): size for axis, size in sizes.items()}
         return cls(**by_axis, order=tuple(EARLIER.get(axis, axis) for axis in order))
 

@@ -84,7 +84,7 @@ def _stack(op_call: Any, args: Any, kwargs: dict[str, object]) -> Any:
 
 
 def _order_of_norm(placements: Sequence[Placement]) -> float | None:
-    """Of norms that are partial sums of powers, or the largest value; None: they are something else."""
+    """The order of norms held as partial sums of powers, or as maxima; None: something else."""
     for each in placements:
         if each.is_partial():
             return float("inf") if each.is_partial("max") else getattr(each, "norm_type", None)
@@ -92,8 +92,8 @@ def _order_of_norm(placements: Sequence[Placement]) -> float | None:
 
 
 def _unscale(op_call: Any, args: Any, kwargs: dict[str, object]) -> None:
-    """What `GradScaler` does: all ranks are told whether gradients of any overflowed. DTensor's own looks at how the
-    first gradient is sharded, and leaves out the axes over which that one is replicated."""
+    """Unscale for `GradScaler`: all ranks learn whether gradients of any overflowed. DTensor's own uses the sharding of
+    the first gradient, and leaves out the axes over which that one is replicated."""
     gradients, overflowed, scale = args
     mesh = gradients[0].device_mesh
     if not isinstance(mesh, BlockMesh):

@@ -44,7 +44,7 @@ class ModelConfig:
     """A Transformer language model. Zero or None stands for the usual value of the family.
 
     gpt2: LayerNorm, learned positions, GELU, biases, head tied to the embedding.
-    llama: RMSNorm, rotary positions, SwiGLU, no biases, head of its own, grouped-query attention. With `qkv_bias` it is
+    llama: RMSNorm, rotary positions, SwiGLU, no biases, untied head, grouped-query attention. With `qkv_bias` it is
     Qwen 2, with `qk_norm` Qwen 3, with a `window` the first Mistral.
 
     Args:

@@ -2,7 +2,7 @@
 
     tensor                held by a rank
     residual stream       [s/y, b/x, d/z]
-    attention             [s,   b/x, heads/(y z)]      whole sequences of a block of heads
+    attention             [s,   b/x, heads/(y z)]      full sequences of a block of heads
     MLP inner             [s/z, b/x, ffn/y]
     logits                [s/z, b/x, V/y]
     into weight [n, k]    [n/(y x), k/z]               roles n = y, k = z
@@ -67,7 +67,7 @@ class Policy:
     """What forward keeps for backward of operands that were gathered for a matmul.
 
     Args:
-        activations: "regather" keeps the shard, which backward gathers again; "retain" keeps the gathered operand.
+        activations: "regather" keeps the shard, which backward regathers; "retain" keeps the gathered operand.
         weights: The same for weights.
         head_elements: The most elements of partial logits in memory at a time.
 

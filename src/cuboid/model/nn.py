@@ -304,7 +304,7 @@ class Model(nn.Module):
             parameters[name].requires_grad_(False)
 
     def names(self) -> list[str]:
-        """Of all parameters, those of other ranks' stages too. All ranks of a pipe call it."""
+        """The names of all parameters, also of other ranks' stages. All ranks of a pipe call it."""
         mine = [name for name, _, _ in declared(self)]
         return list(dict.fromkeys(name for each in from_all(mine, self.parallel.mesh.pipe) for name in each))
 

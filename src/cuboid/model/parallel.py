@@ -55,7 +55,7 @@ class Parallel(Protocol):
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
         """residual -> inner, a tensor per linear. With `heads`, the number of heads of each output, residual -> heads:
-        whole heads of whole sequences."""
+        full heads of full sequences."""
 
     def attend(self, norms: Sequence[nn.Parameter] = (), causal: bool = True) -> Layer:
         """heads -> attended: each token attends to those before it (with a cache, also to those of earlier steps), or

@@ -75,7 +75,7 @@ class Transformer(Model):
         return self._segments(self._head() if self.norm is not None else None)
 
     def names(self) -> list[str]:
-        """Of all parameters, those of other ranks' stages too."""
+        """The names of all parameters, also of other ranks' stages."""
         every = [*parameter_names(self.config), *(name for name, _, _ in declared(self))]
         return list(dict.fromkeys(every))
 

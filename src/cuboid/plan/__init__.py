@@ -2,7 +2,7 @@
 
 hardware   what a machine can do, and where each figure is from
 time       seconds of a product, of attention, of memory traffic, of a collective on a hierarchy of links
-tape       a clock, the links and what is in flight: a schedule played on them
+tape       a clock, the links and what is in flight: it simulates a schedule
 shared     … where ranks share cores
 step       a training step as the model plays it
 pipeline   … of a pipeline of cuboids: its split, its schedule, what each place holds

@@ -73,7 +73,7 @@ def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
         ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
         at = At(place, ids)
         saved, piped = None, cuboid.pipe > 1
-        with Memory(model) as memory:  # steps of their own: the FLOP counter holds on to tensors
+        with Memory(model) as memory:  # separate steps, because the FLOP counter keeps tensors alive
             if not piped:
                 loss = model(ids, ids, place)
                 saved = memory.saved(loss)

@@ -57,7 +57,7 @@ def gigabytes(size: float) -> str:
 
 
 def nothing_fits(ranking: Ranking, only: Cuboid | None = None) -> str:
-    """For an empty ranking, of one cuboid or of all: which memory is too large, and the smallest change that helps."""
+    """Explains an empty ranking, of one or all cuboids: which memory is too large, the smallest change that helps."""
     least, hw = ranking.too_large[0], ranking.hardware
     largest = max(least.memory, key=lambda kind: least.memory[kind])
     which = f"nothing fits: the smallest, {least.cuboid}" if only is None else f"{least.cuboid} does not fit: it"

@@ -21,7 +21,7 @@ from cuboid.plan.tape import Message
 from cuboid.plan.time import Array, Prices
 from cuboid.step.schedule import PREFETCH, Schedule
 
-STORED = 4  # bytes of a parameter at rest, whatever products are computed in
+STORED = 4  # bytes of a parameter at rest, whatever the compute dtype
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 #: How often an operand is read or written in all, elementwise operation by elementwise operation.
@@ -85,7 +85,7 @@ class TimedLayer:
         self.b, self.m = sizes.b, sizes.m
         self.saving = True
         self.trained = Trained(work.config, work.freeze)
-        self.of_block = self.trained.block(0)  # what is trained of the layer at hand
+        self.of_block = self.trained.block(0)  # trained parameters of the current layer
 
     def rows(self) -> Array:
         """Rows of the residual stream."""
@@ -268,9 +268,9 @@ class TimedLayer:
         """Pairs of queries and keys: all, which are counted as usual, and those not masked."""
         s = self.sizes
         piece = s.s // 2
-        cut = s.context > 1
-        counted = np.where(cut, piece * piece * (2 * s.context + 1), s.s * s.s)
-        return counted, counted - np.where(cut, piece * piece, s.s * s.s // 2)
+        split = s.context > 1
+        counted = np.where(split, piece * piece * (2 * s.context + 1), s.s * s.s)
+        return counted, counted - np.where(split, piece * piece, s.s * s.s // 2)
 
     def attention_seconds(self, backward: bool) -> None:
         s, e = self.sizes, self.c.head_dim
@@ -292,11 +292,11 @@ class TimedLayer:
             self.tape.stream("elementwise", ROTATE * (outputs + keys // 2) * self.wide + keys * self.e, 12)
         yield from self.pair(*self.gathers()[2], back=False)
         self.attention_seconds(backward=False)
-        cut = s.context > 1
+        split = s.context > 1
         masks = 2 * s.context * (s.s // 2) ** 2  # of the piece that looks back at all others
-        saved = outputs + keys * s.context + np.where(cut, outputs + masks, 0)  # outputs before the pieces are joined
+        saved = outputs + keys * s.context + np.where(split, outputs + masks, 0)  # outputs before the pieces are joined
         alone = "attention.out.weight" not in self.of_block  # else it is what the next product saves
-        saved = saved + np.where(~cut & (((s.z > 1) & self.retain) | alone), outputs, 0)
+        saved = saved + np.where(~split & (((s.z > 1) & self.retain) | alone), outputs, 0)
         self.save(saved * self.e + m * s.heads * self.wide)
 
     def head_norms(self, queries: Array, keys: Array) -> None:

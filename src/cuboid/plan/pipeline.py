@@ -1,11 +1,11 @@
 """The step of a pipeline: how its blocks are split, when its stages run, what they hold. Sizes are arrays over
 candidates, all with the same number of places.
 
-    stages    the first, those between and the last are played on a `Tape` each; a further block takes as long as one
-    split     a block at a time to the stage that is done first, or, where that does not fit, holds the least
-    step      the moves of every place in their schedule's order, with messages on lanes of their own; then what is left
-              to sum over replicas, and the optimizer
-    memory    of every place: at the fullest moment of a backward, besides what forwards of other micro-batches saved
+    stages    The first, a middle and the last one are simulated on a `Tape` each; further blocks take the same time.
+    split     Each block goes to the stage that then takes the least time or, if that does not fit, holds the least.
+    step      The moves of every place in the schedule's order, with messages on separate lanes; then the remaining sums
+              over replicas, and the optimizer.
+    memory    Of every place: the peak of a backward, plus what forwards of other micro-batches have saved.
 
 With many micro-batches a few rounds are simulated, and every further round takes as long as the last.
 """
@@ -32,16 +32,16 @@ from cuboid.step.pipeline import Slots, Split, orders, simulate
 from cuboid.step.schedule import Move, Order, Schedule
 
 FIRST, MIDDLE, LAST = Segment(ends=False), Segment(embeds=False, ends=False), Segment(embeds=False)
-ROUNDS = 3  # of as many micro-batches as places, that are simulated
+ROUNDS = 3  # simulated rounds, of as many micro-batches as places
 
 
 def stage_work(work: Work, layers: int = STEADY + 1) -> Work:
-    """Of a stage of so many blocks. A tied table is two here, one at each end. What is frozen is priced as trained."""
+    """The work of a stage of `layers` blocks. Both ends have a tied embedding. Frozen parameters count as trained."""
     return replace(work, config=work.config.replace(layers=layers, tied=False), freeze="")
 
 
 class Pieces:
-    """Stages by what they have besides blocks, of one choice: played, or taken `of` others."""
+    """Simulated stages of one choice, by segment. `of`: totals that are known already."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class Pieces:
         }
 
     def at(self, which: Array, sizes: Sizes) -> "Pieces":
-        """Of some candidates, whose sizes these are."""
+        """The pieces of the candidates `which`, with their sizes."""
         prices = prices_of(self.prices.hw, self.work, sizes)
         of = {segment: totals.at(which) for segment, totals in self.of.items()}
         return Pieces(prices, self.work, sizes, self.choice, self.overlap, of)
 
     @cached_property
     def tails(self) -> dict[Segment, Totals]:
-        """What the last micro-batch takes besides: sums over replicas, and the optimizer."""
+        """The extra totals of the last micro-batch: sums over replicas, and the optimizer."""
         layers = max(1, round(self.work.config.layers / int(self.sizes.pipe[0])))
         each, found = (self.prices, stage_work(self.work, layers), self.sizes, self.choice), {}
         for segment in (FIRST, MIDDLE, LAST):
@@ -76,7 +76,7 @@ class Pieces:
         return found
 
     def memory(self, segment: Segment, blocks: int, before: bool, choice: Choice) -> Footprint:
-        """Of a stage alone in its backward, with or without gradients of micro-batches before."""
+        """The peak of one stage's backward, with or without gradients of earlier micro-batches."""
         key = segment, blocks, before, choice.schedule.stages
         if key not in self._memory:
             work = replace(stage_work(self.work, blocks), micro_batches=2 if before else 1)
@@ -98,8 +98,8 @@ def segment_of(stage: int, last: int) -> Segment:
 
 
 def dealt(layers: int, fixed: Sequence[Array], each: Sequence[Array]) -> Array:
-    """[stages, candidates] blocks of each stage: one, and one more at a time to the stage that then has the least: what
-    is fixed, and so much for each block. Of equals the first."""
+    """The number of blocks [stages, candidates]: one per stage, then one at a time to the stage that then has the least
+    of `fixed` plus `each` per block, the first one if equal."""
     load, more = np.stack(fixed) + np.stack(each), np.stack(each)
     blocks, columns = np.ones(load.shape, dtype=np.int64), np.arange(load.shape[1])
     for _ in range(layers - len(load)):
@@ -113,8 +113,7 @@ def dealt(layers: int, fixed: Sequence[Array], each: Sequence[Array]) -> Array:
 
 
 def crossings(hw: Hardware, cuboid: Cuboid, place: int) -> tuple[int, int]:
-    """Of the messages that the ranks of a place send to the next one: how many leave one node, and one group of nodes,
-    at most."""
+    """The most messages from a place to the next one that leave one node, and one group of nodes."""
     ranks = cuboid.array(AXES).reshape(cuboid.pipe, -1)
     senders, receivers = ranks[place], ranks[(place + 1) % cuboid.pipe]
 
@@ -126,7 +125,7 @@ def crossings(hw: Hardware, cuboid: Cuboid, place: int) -> tuple[int, int]:
 
 
 def hops(hw: Hardware, sizes: Sizes, size: Array) -> list[Array]:
-    """Seconds of a message of so many bytes from each place to the next, all ranks of a place sending at once."""
+    """Seconds of a message of `size` bytes from each place to the next, if all ranks of a place send at once."""
     found, known = [], dict[tuple[int, int], tuple[int, int]]()
     strides = [prod(k.sizes[axis] for axis in k.order[k.order.index("pipe") + 1 :]) for k in sizes.cuboids]
     for place in range(int(sizes.pipe[0])):
@@ -182,14 +181,14 @@ class PlannedStage:
 
 
 class Pipelines:
-    """Of one choice and one schedule, for every candidate of so many places; the `tails` of another choice will do.
-    Blocks are split as the schedule says, or for the least `time` or `memory`."""
+    """The pipelines of one choice and schedule, for all candidates. `tails` may be those of another choice. Blocks are
+    split as the schedule says, or for the `least` "time" or "memory"."""
 
     def __init__(self, pieces: Pieces, schedule: Schedule, tails: Pieces | None = None, least: str = "") -> None:
         self.pieces, self.work, self.sizes, self.hw = pieces, pieces.work, pieces.sizes, pieces.prices.hw
         self.schedule, self.choice = schedule, replace(pieces.choice, schedule=schedule)
         self.pipe, self.m = int(self.sizes.pipe[0]), self.work.micro_batches
-        self.count = self.pipe * schedule.stages  # of stages
+        self.count = self.pipe * schedule.stages  # number of stages
         self._tails = (tails or pieces).tails
         self._segments = [segment_of(stage, self.count - 1) for stage in range(self.count)]
         self.orders = orders(schedule, self.pipe, self.m)
@@ -211,7 +210,7 @@ class Pipelines:
         return dealt(self.work.config.layers, fixed, each)
 
     def _for_memory(self) -> Array:
-        """By what is at rest and saved."""
+        """Splits blocks by bytes at rest and saved."""
         fixed, each, alive = [], [], self._most_alive()
         for stage, segment in enumerate(self._segments):
             one, two = (
@@ -247,7 +246,7 @@ class Pipelines:
         return hop  # type: ignore[return-value]
 
     def _seconds(self) -> tuple[Array, list[Array]]:
-        """Of the step, and when each place has done its moves."""
+        """Seconds of the step, and when each place ends its moves."""
         ends = simulated(
             lambda count: orders(self.schedule, self.pipe, count), self.pipe, self.m, self._part, self._hop()
         )
@@ -261,7 +260,7 @@ class Pipelines:
         return first
 
     def _exchange(self) -> Array:
-        """A tied table's gradients, between the first place and the last."""
+        """Seconds to exchange a tied embedding's gradients between the first and the last place."""
         if not self.work.config.tied:
             return np.zeros(len(self.sizes.cuboids))
         size = self.sizes.head_weight.shard * STORED
@@ -272,7 +271,7 @@ class Pipelines:
 
     @cached_property
     def steps(self) -> list[Totals]:
-        """All that each place does in a step."""
+        """The totals of each place in a step."""
         found = []
         for place in range(self.pipe):
             found.append(self.tail(place))
@@ -281,7 +280,7 @@ class Pipelines:
         return found
 
     def slots(self, i: int) -> Slots:
-        """When the moves of a candidate begin and end."""
+        """Start and end of a candidate's moves."""
 
         def one(value: Array | float) -> float:
             return float(np.broadcast_to(value, len(self.sizes.cuboids))[i])
@@ -292,8 +291,8 @@ class Pipelines:
     # Memory
 
     def _alive(self, place: int) -> list[tuple[Move, Counter[int], Counter[int], bool]]:
-        """Of each backward of a place: how many forwards of each stage are alive besides its own, how many backwards'
-        weight gradients are left to be made, and whether gradients of others are there."""
+        """For each backward of a place: how many other forwards of each stage are alive, how many backwards have
+        postponed their weight gradients, and whether there are gradients of earlier micro-batches."""
         alive, left, found, any_before = Counter[int](), Counter[int](), [], False
         for moves in self.orders[place]:
             for kind, _, stage in moves:
@@ -309,7 +308,7 @@ class Pipelines:
         return found
 
     def _most_alive(self) -> list[int]:
-        """Forwards of each stage at most."""
+        """The most forwards of each stage that are alive at a time."""
         found = [0] * self.count
         for place in range(self.pipe):
             for move, alive, _, _ in self._alive(place):
@@ -318,19 +317,21 @@ class Pipelines:
         return found
 
     def footprint(self, place: int) -> Footprint:
-        """At the fullest backward of a place."""
+        """The largest footprint of a place, over its backwards."""
         found: list[Footprint] = []
-        others: dict[tuple[int, bool], list[Array]] = {}  # by stage, and whether gradients are there
+        others: dict[tuple[int, bool], list[Array]] = {}  # by stage, and whether there are earlier gradients
         for move, alive, left, before in self._alive(place):
             held = [self._saved(each, count) for each, count in alive.items()]
             held += [self._left(each, count) for each, count in left.items()]
-            if self.schedule.pipeline == "zero-bubble":  # its own pile up while what its forward saved is let go
+            if (
+                self.schedule.pipeline == "zero-bubble"
+            ):  # its postponed operands grow while its activations are released
                 held.append(np.maximum(self._left(move.stage, 1) - self._saved(move.stage, 1), 0))
             others.setdefault((move.stage, before), []).append(added([np.zeros_like(self.sizes.x), *held]))
         most = {case: np.maximum.reduce(held) for case, held in others.items()}
         for (stage, before), held in most.items():
             later = most.get((stage, True))
-            if before or later is None or (held > later).any():  # else a later backward has the gradients too
+            if before or later is None or (held > later).any():  # else a later backward has more
                 found.append(self._of_stage(stage, before, held))
         peaks = np.stack([each.peak for each in found]).argmax(0)
         values = {
@@ -340,12 +341,12 @@ class Pipelines:
         return Footprint(**values)
 
     def _saved(self, stage: int, count: int) -> Array:
-        """By so many forwards of a stage."""
+        """Bytes saved by `count` forwards of a stage."""
         return count * self.totals[stage][1].saved
 
     def _left(self, stage: int, count: int) -> Array:
-        """What weight gradients of so many backwards are made of: X and dY of every product, gathered, and the shards
-        of X that it was gathered from."""
+        """Operands of the postponed weight gradients of `count` backwards: X and dY of every product, gathered, and the
+        shards of X."""
         s, c, blocks = self.sizes, self.work.config, self.blocks[stage]
         inner = s.f * (2 if c.gated else 1)
         products = s.d + s.q + 2 * s.kv + s.q + s.d + s.d + inner + s.f + s.d
@@ -353,7 +354,7 @@ class Pipelines:
         return count * blocks * s.m * (products + shards) * self.pieces.prices.itemsize
 
     def _of_stage(self, stage: int, before: bool, others: Array) -> Footprint:
-        """In its backward, with what others have saved, and what the place's other stages have at rest."""
+        """The footprint of a stage's backward, with `others` saved and the place's other stages at rest."""
         segment, choice = self._segments[stage], self.choice
         parts: list[tuple[Array, Footprint]] = []
         for n in np.unique(self.blocks[stage]).tolist():
@@ -367,7 +368,7 @@ class Pipelines:
         rest = [self._parameters(self._segments[each], self.blocks[each]) for each in others_here]
         more = added([np.zeros_like(self.sizes.x), *rest])
         s = self.sizes
-        messages = (not segment.ends) * s.m // s.y * s.d * self.pieces.prices.itemsize  # one received ahead
+        messages = (not segment.ends) * s.m // s.y * s.d * self.pieces.prices.itemsize  # one is received ahead
         return Footprint(
             found.parameters + more,
             found.gradients + more * before,
@@ -377,7 +378,7 @@ class Pipelines:
         )
 
     def _parameters(self, segment: Segment, blocks: Array | int) -> Array:
-        """Bytes of a stage's."""
+        """Bytes of a stage's parameters."""
         one, two = (self.sizes.elements(Trained(stage_work(self.work, n).config), segment) for n in (1, 2))
         return STORED * (one + (blocks - 1) * (two - one))
 
@@ -390,14 +391,14 @@ class Pipelines:
         return np.maximum.reduce([each.peak for each in self.footprints])
 
     def split(self, i: int) -> tuple[int, ...]:
-        """The schedule's of a candidate; none where blocks are dealt as they would be without."""
+        """A candidate's blocks per stage; empty if they equal the default split."""
         blocks = tuple(self.blocks[:, i].tolist())
         plain = Split.of(self.work.config.layers, self.pipe, replace(self.schedule, split=()))
         return () if blocks == plain.blocks else blocks
 
 
 def planned(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice) -> Footprint:
-    """Of the first rank of a cuboid, or of the fullest place of a pipeline of them."""
+    """The footprint of the first rank of a cuboid or, on a pipe, of the place with the largest peak."""
     if cuboid.pipe == 1:
         return memory_planned(hw, work, cuboid, choice)
     found = pipeline_of(hw, work, cuboid, choice).footprints

@@ -102,7 +102,7 @@ def _stack(axes: Axes, plans: list[Plan], parts: list[dict[str, float]], label: 
     longest = max(sum(part.values()) for part in parts)
     for name, colour in COLOURS.items():
         widths = [part.get(name, 0.0) for part in parts]
-        if max(widths) > 0.002 * longest:  # else nobody would see it
+        if max(widths) > 0.002 * longest:  # else it would be invisible
             axes.barh(range(len(plans)), widths, left=start, label=name, color=colour)
         start = [a + b for a, b in zip(start, widths, strict=True)]
     axes.set_xlabel(label)

@@ -1,6 +1,6 @@
 """Predictions of published measurements, from the presets only: no figure here was fitted.
 
-Megatron-LM's tensor parallelism is played on the same clock with the same prices as our own step, with its own
+Megatron-LM's tensor parallelism is simulated on the same clock with the same prices as our own step, with its own
 schedule: nothing hidden, attention in separate kernels that write the scores, fused elementwise kernels, gradients
 all-reduced over data at the end in fp16.
 """
@@ -55,12 +55,12 @@ class Megatron:
     batch: int
     micro_batch: int
     recompute: str = "full"
-    sequence: bool = False  # parallel: norms and dropouts are cut, all-reduces are scatters and gathers
+    sequence: bool = False  # parallel: norms and dropouts are sharded, all-reduces are scatters and gathers
     seq: int = 2048
     vocab: int = 51200
 
     def seconds(self, hw: Hardware, precision: str = "fp16", itemsize: int = 2) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         cuboid = Cuboid(1, self.tensor, 1, self.data)
         one = np.ones(1, dtype=np.int64)
         prices = Prices(hw, precision, itemsize, groups([cuboid], one, hw.node))
@@ -107,7 +107,7 @@ class _MegatronPlay:
         self.tape.stream("elementwise", (times * forward + backward) * size * self.e)
 
     def exchange(self, times: int) -> None:
-        """After an out-of product in forward, and of dX before an into product in backward."""
+        """The communication after an out-of product in forward, and before an into product in backward."""
         whole = self.m * self.h
         for _ in range(times + 1):
             if self.of.sequence:  # a reduce-scatter and a gather; NCCL's are rings, one as long as the other

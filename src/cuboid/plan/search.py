@@ -161,7 +161,7 @@ def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> 
 
 
 def rankings(hw: Hardware, work: Work, cells: Sequence[tuple[int, int]], only: Cuboid | None = None) -> list[Ranking]:
-    """For each number of devices and sequences of a micro-batch. Candidates of all of them are priced together."""
+    """A ranking per (devices, sequences of a micro-batch). All candidates are priced together."""
     began = time.perf_counter()
     work.config.check(only or Cuboid(), work.batch, work.seq)
     found = [Ranking(replace(work, batch=batch), hw, devices, [], [], 0) for devices, batch in cells]
@@ -198,8 +198,8 @@ def _flat(prices: Prices, work: Work, sizes: Sizes) -> Iterator[Some]:
 
 
 def _pipelines(prices: Prices, work: Work, sizes: Sizes) -> Iterator[Some]:
-    """By their places. With retained weights every micro-batch alive would have its own; that is not searched. Where a
-    shape does not fit, its blocks are split by memory too."""
+    """Predictions for pipelines. Retained weights are not searched: every micro-batch alive would have its own copy. If
+    a shape does not fit, its blocks are also split by memory."""
     chosen = [choice for choice in choices() if choice.policy.weights == "regather"]
     every = [Pieces(prices, work, sizes, choice) for choice in chosen]
     for pipe in np.unique(sizes.pipe).tolist():
@@ -221,7 +221,7 @@ def _pipelines(prices: Prices, work: Work, sizes: Sizes) -> Iterator[Some]:
 
 
 def makes_difference(sizes: Sizes, choice: Choice) -> Array:
-    """Whether a choice does, to each candidate."""
+    """Whether a choice changes anything, per candidate."""
     s, policy, valid = sizes, choice.policy, np.ones(len(sizes.cuboids), dtype=bool)
     if choice.schedule.sub_batches > 1:
         valid &= (s.b % choice.schedule.sub_batches == 0) & (s.y * s.z > 1)
@@ -276,7 +276,7 @@ def _parts(t: Totals, i: int) -> dict[str, Any]:
 
 
 class PipelinePredictions(Pipelines):
-    """… and which candidates they make a difference to."""
+    """`Pipelines`, and the candidates for which they change anything."""
 
     def __init__(self, pieces: Pieces, schedule: Schedule, tails: Pieces, least: str) -> None:
         schedule = replace(schedule, sub_batches=pieces.choice.schedule.sub_batches)
@@ -288,7 +288,7 @@ class PipelinePredictions(Pipelines):
 
 
 def pipeline_plan(found: Pipelines, i: int) -> Plan:
-    """Times are of the busiest place: what it does not work in is the pipe's."""
+    """Times are of the busiest place; the rest of the step is counted as waiting for the pipe."""
     seconds, work = float(found.seconds[i]), found.steps
     busy = [float(each.seconds[i]) for each in work]
     memories = [bytes_by_kind(each, i) for each in found.footprints]
@@ -324,15 +324,15 @@ def timeline(work: Work, plan: Plan) -> list[dict[str, Any]]:
 def _add_best_of_each_shape(
     predictions: "Sequence[Predictions | PipelinePredictions]", cell: Array, rankings: Sequence[Ranking]
 ) -> None:
-    """The fastest order and choice of every shape that fits; the smallest of those that do not. `cell` is the number of
-    each candidate's ranking."""
+    """The fastest order and choice of every shape that fits, the smallest of every other one. `cell` numbers each
+    candidate's ranking."""
     cuboids = predictions[0].sizes.cuboids
     numbers: dict[tuple[int, ...], int] = {}
     which = zip(cell.tolist(), cuboids, strict=True)
     shape = np.array([numbers.setdefault((i, k.replicas, k.x, k.y, k.z), len(numbers)) for i, k in which])
     valid = np.stack([each.valid for each in predictions])
     seconds = np.where(valid, np.stack([each.seconds for each in predictions]), np.inf)
-    known: set[int] = set()  # predictions whose memory is; others' where they are the fastest yet, as it takes long
+    known: set[int] = set()  # predictions with known memory; it takes long, so only the fastest ones' is computed
     for number in range(len(numbers)):
         (of,) = np.nonzero(shape == number)
         while True:

@@ -78,7 +78,7 @@ class Sizes:
         self._chunks: dict[tuple[int, int], Array] = {}
 
     def at(self, which: Array) -> "Sizes":
-        """Of some candidates."""
+        """The sizes of some candidates."""
         node, batch, *rest = self._of
         cuboids = [self.cuboids[i] for i in which.tolist()]
         return Sizes(self.c, cuboids, node, batch[which] if isinstance(batch, np.ndarray) else batch, *rest)
@@ -119,7 +119,7 @@ class Sizes:
         return found | {f"{norm}.{kind}": self.norm_weight for norm in ("norm1", "norm2") for kind in kinds}
 
     def trained(self, block: Collection[str]) -> list[Weight]:
-        """Those of a block's parameters with these names that are sent over x."""
+        """The parameters of a block with these names that are sent over x."""
         return [w for name, w in self.block_weights.items() if name in block]
 
     def head_norms(self, block: Collection[str]) -> int:

@@ -40,7 +40,7 @@ class StageTotals:
     forward: Totals
     both: Totals
     marks: Sequence[Totals]  # before and after a layer, in forward, then in backward; none: all layers are simulated
-    behind: dict[str, Array]  # seconds by axis that one more layer has collectives wait for longer, at the end
+    behind: dict[str, Array]  # seconds by axis for which collectives wait longer at the end, per further layer
 
     def of(self, layers: Array | int) -> tuple[Totals, Totals]:
         """The totals with this many layers."""
@@ -57,7 +57,7 @@ class StageTotals:
         return forward, replace(both, seconds=seconds, exposed=exposed)
 
     def at(self, which: Array) -> "StageTotals":
-        """Of some candidates."""
+        """The totals of the candidates `which`."""
         marks = [each.at(which) for each in self.marks]
         behind = {axis: each[which] for axis, each in self.behind.items()}
         return StageTotals(self.layers, self.forward.at(which), self.both.at(which), marks, behind)
@@ -168,9 +168,9 @@ class _TimedStep(TimedLayer):
     def layers_backward(self) -> None:
         """Reduce the gradients of a layer, or of the last norm, as far as they are trained."""
         if self.segment.ends:
-            self.again(self.layers)
+            self.regather(self.layers)
         if self.choice.schedule.prefetch:
-            self.again(self.layers - 1)
+            self.regather(self.layers - 1)
         if self.segment.ends:
             self.arrive(self.layers, backward=True)
             self.play(self.norm_backward)
@@ -184,12 +184,12 @@ class _TimedStep(TimedLayer):
                 self.play(self.block)
                 self.saving = True
             if self.choice.schedule.prefetch:
-                self.again(i - 1)
+                self.regather(i - 1)
             self.play(self.block_backward)
             self.reduce(self.sizes.trained(self.of_block), self.sizes.head_norms(self.of_block))
 
     def sum_replicas(self) -> None:
-        """What is left of it at the end."""
+        """Sum the remaining gradients over replicas at the end."""
         s, t = self.sizes, self.tape
         while self._replicas:
             t.wait(self._replicas.popleft())
@@ -213,8 +213,8 @@ class _TimedStep(TimedLayer):
             self._held.append(self.tape.held())
 
     def behind(self) -> dict[str, Array]:
-        """By how much a layer of backward holds a wire for longer than it takes: sums over x and replicas of a few
-        layers are on their way before any is awaited, so that its own waits do not show it."""
+        """How much longer a layer of backward occupies a wire than it takes. Its own waits do not show this, because
+        sums over x and replicas of a few layers are in flight before any is awaited."""
         if not self.marks:
             return {}
         *_, before, after = self.marks
@@ -223,14 +223,14 @@ class _TimedStep(TimedLayer):
         return {"replicas": late * sums, "x": late * ~sums}
 
     def play(self, steps: Callable[[], Steps]) -> None:
-        """Simulate with the whole micro-batch, or with its sub-batches in turn."""
+        """Simulate the sub-batches of a micro-batch in turn."""
         whole = self.b, self.m
         self.b, self.m = self.b // self.sub_batches, self.m // self.sub_batches
         for _ in zip_longest(*(steps() for _ in range(self.sub_batches))):
             pass
         self.b, self.m = whole
 
-    # Weights: shards -> whole -> gradients -> shards
+    # Weights: shards -> unsharded -> gradients -> shards
 
     def gather(self, weights: Sequence[Weight]) -> Message:
         shard = sum(w.shard for w in weights)
@@ -243,19 +243,19 @@ class _TimedStep(TimedLayer):
         self.tape.stream("weights", 2 * size * self.e * moved, len(weights))
 
     def prefetch(self, i: int) -> None:
-        """In forward, gather the weights of layer i and of the next."""
+        """Gather the weights of layer i and of the next, in forward."""
         for layer in (i, i + 1) if self.choice.schedule.prefetch else (i,):
             if layer < len(self._buckets) and layer not in self._gathers:
                 self._gathers[layer] = self.gather(self._buckets[layer])
 
-    def again(self, i: int) -> None:
-        """In backward, gather the weights of layer i."""
+    def regather(self, i: int) -> None:
+        """Gather the weights of layer i, in backward."""
         if i >= max(self.lowest, 0) and not self.kept and i not in self._gathers:
             self._gathers[i] = self.gather(self._buckets[i])
 
     def arrive(self, i: int, backward: bool = False) -> None:
         if backward:
-            self.again(i)
+            self.regather(i)
         if i in self._gathers:
             self.whole(self._gathers[i], self._buckets[i])
             stays = i == self.layers - 1 and self.choice.schedule.prefetch and self.segment.whole

@@ -45,7 +45,7 @@ class Totals:
         return deepcopy(self)
 
     def at(self, which: Array) -> "Totals":
-        """Of some candidates."""
+        """The totals of some candidates."""
 
         def of(value: Array | dict | float) -> Any:
             if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """An emulated cluster: hosts that are network namespaces of this machine, on one switch, each with a shaped link.
 
     host 0: eth0 ═══ port0 ┐
-    host 1: eth0 ═══ port1 ┤ bridge, in a namespace of its own
+    host 1: eth0 ═══ port1 ┤ bridge, in a separate namespace
     host 2: eth0 ═══ port2 ┘
 
 If links inside a host are shaped too, each of its ranks has its own namespace, on the host's bridge, which the host's
@@ -258,7 +258,7 @@ def _joined(one: str, its_bridge: str, other: str, its: str) -> Iterator[str]:
 
 
 def _links(host: Host, hosts: list[Host]) -> Iterator[str]:
-    """Its link, and all others' addresses: looking them up overflows the machine's neighbour table at some 30 hosts."""
+    """A host's link and all addresses. Looking them up overflows the machine's neighbour table at some 30 hosts."""
     yield "link set dev lo up"
     yield "link set dev eth0 up"
     yield f"address add {host.address}/16 dev eth0 noprefixroute"

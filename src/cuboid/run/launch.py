@@ -251,7 +251,7 @@ class Pool:
             raise ValueError(f"ranks={ranks}: at least one rank is needed")
         if cluster is not None and ranks != cluster.size * cluster.per_host:
             raise ValueError(
-                f"{ranks} ranks cannot live {cluster.per_host} on each of {cluster.size} hosts; "
+                f"{ranks} ranks cannot run {cluster.per_host} on each of {cluster.size} hosts; "
                 "hosts × ranks per host must be the number of ranks"
             )
         fork = get_context("fork")
@@ -384,7 +384,7 @@ def launch(
     size = int(os.environ["WORLD_SIZE"])
     if size != ranks:
         raise ValueError(
-            f"torchrun started {size} ranks but {ranks} are wanted; set --nproc-per-node and --nnodes to match"
+            f"torchrun started {size} ranks but this command needs {ranks}; set --nproc-per-node and --nnodes to match"
         )
     _end_with_agent()
     try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-PREEMPTED = 75  # exit code of a run that was preempted: all is saved, start it again (EX_TEMPFAIL)
+PREEMPTED = 75  # exit code of a run that was preempted: all is saved, restart it (EX_TEMPFAIL)
 ONE = 1.0  # seconds within which signals count as one: a scheduler signals torchrun and its ranks, torchrun them too
 
 

@@ -252,7 +252,7 @@ def _is_torch(frame: FrameType) -> bool:
 
 
 def _until(done: Callable[[], bool], seconds: float) -> bool:
-    """Whether it is done within `seconds`. Time without a processor counts little: other ranks were held up too."""
+    """Whether `done` within `seconds`. Time without a processor counts little: other ranks were held up too."""
     left, tick = seconds, time.monotonic()
     while not done():
         if left <= 0:

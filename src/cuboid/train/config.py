@@ -167,10 +167,10 @@ class MemorySection:
     """what is kept for backward and what is recomputed"""
 
     activations: Literal["regather", "retain"] = key(
-        "regather", "gathered activations: gather them again in backward, or keep them"
+        "regather", "gathered activations: regather them in backward, or keep them"
     )
     weights: Literal["regather", "retain"] = key(
-        "regather", "gathered weights: gather them again in backward, or keep them"
+        "regather", "gathered weights: regather them in backward, or keep them"
     )
     recompute: Literal["none", "selective", "full"] = key(
         "none", "recompute in backward: nothing, attention, or whole blocks", was="memory.checkpoint"
@@ -328,7 +328,7 @@ class TrainConfig:
         return Schedule(o.prefetch, sub_batches, chunks, o.compile, o.beside, *pipeline)
 
     def computed_in(self, usual: str) -> "TrainConfig":
-        """With `precision.dtype` made definite: the `usual` one if it is auto."""
+        """The configuration with a definite `precision.dtype`: the `usual` one if it is auto."""
         if self.precision.dtype != "auto":
             return self
         return replace(self, precision=replace(self.precision, dtype=usual))  # type: ignore[arg-type]

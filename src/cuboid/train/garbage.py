@@ -1,4 +1,4 @@
-"""Python's garbage collector, run by hand: left alone, each rank pauses at a moment of its own and all others wait."""
+"""Python's garbage collector, run by hand: otherwise each rank pauses at another time, and all others wait."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ EVERY = 50  # steps; a step leaves nothing that only the collector would find
 
 @contextmanager
 def collected_by_hand() -> Iterator[Callable[[int], None]]:
-    """Within it nothing is collected but by the function given, which is told of every step: all ranks in the same."""
+    """Inside, only the yielded function collects. It is called after every step, and all ranks collect in the same."""
     enabled = gc.isenabled()
     gc.disable()
 

@@ -30,7 +30,7 @@ class Kill:
     moment: str
     step: int  # the last one before the kill
     resumed: int = 0  # the step it resumed after
-    repeated: int = 0  # steps that had to be taken again
+    repeated: int = 0  # steps that were repeated
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ class Trainer:
         return recorder.end()
 
     def place_of(self, micro_batch: int) -> Place:
-        """Where a micro-batch lies in the step's batch: by it, micro-batches drop out what the unsplit batch would."""
+        """The place of a micro-batch in the step's batch, so that dropout is that of the unsplit batch."""
         s, b, d = self.place.residual
         return replace(self.place, residual=Index(s, micro_batch * self.place.batch + b, d))
 

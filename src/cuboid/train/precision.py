@@ -17,8 +17,8 @@ EARLIER = "fp32"  # the default of versions whose checkpoints do not say
 def settled(
     config: TrainConfig, device: torch.device, folder: Path | None = None, resume: Path | None = None
 ) -> tuple[TrainConfig, str]:
-    """The configuration with a definite precision, and why it is that one; "" if it was given. A run goes on in the one
-    it began in: the one broken off in `folder`, or `resume`. Ranks may each ask: they see the same files."""
+    """The configuration with a definite precision, and the reason; "" if it was given. A resumed run keeps its
+    precision: the interrupted run in `folder`, or `resume`. Every rank may call this: all see the same files."""
     if config.precision.dtype != "auto":
         return config, ""
     before = _before(config, folder, resume)
@@ -34,10 +34,10 @@ def usual_on(device: torch.device) -> tuple[str, str]:
 
 
 def _before(config: TrainConfig, folder: Path | None, resume: Path | None) -> str:
-    """What the run that goes on computed in; "" if none does."""
+    """The precision of the run to resume; "" if there is none."""
     found = ""
     if resume is not None:
-        with suppress(ValueError):  # none can be read: who resumes it says so
+        with suppress(ValueError):  # none can be read: resuming reports that
             found = inspect(newest(resume))[1].get("precision", EARLIER)
     elif folder is not None and is_same_run(config, folder):
         written = tomllib.loads((folder / "config.toml").read_text("utf-8"))

@@ -41,7 +41,7 @@ class Need:
 
     @property
     def at_rest(self) -> int:
-        """What neither another cuboid of as many ranks nor recomputation can reduce."""
+        """Bytes that neither another cuboid of as many ranks nor recomputation can reduce."""
         return sum(self.by_kind[kind] for kind in ("parameters", "optimizer"))
 
     def __str__(self) -> str:

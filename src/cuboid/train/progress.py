@@ -98,7 +98,7 @@ class Progress:
         self._console.print(Text("  ".join(["step", *self._parts(self._last).values()])), soft_wrap=True)
 
     def _parts(self, report: StepReport) -> dict[str, str]:
-        """By name, each as wide in every step, so that lines are columns."""
+        """The fields of a line by name, each of constant width."""
         r = report
         parts = {
             "step": f"{r.step:>{len(str(self._total))}}/{self._total}",

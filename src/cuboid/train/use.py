@@ -16,7 +16,7 @@ from cuboid.train.progress import StepReport
 
 @dataclass(frozen=True)
 class Use:
-    """Of one rank. FLOPs are the model's: nothing recomputed, causal scores counted in full."""
+    """The use of one rank. FLOPs are the model's: nothing recomputed, causal scores counted in full."""
 
     weights: int  # bytes
     gradients: int

@@ -1,8 +1,8 @@
-"""What a transport does, and how any backend can do it: by its own collective of the same name.
+"""What a transport does, and its default: the backend's own collective of the same name.
 
-`comm/collectives.py` says what a collective means and enters it into the books; a transport launches its messages over
-one group. Each method returns what must be awaited, and, where that is not a tensor it was given, a function that makes
-the result once it has been. p is the size of the group.
+`comm/collectives.py` says what a collective means and counts it; a transport launches its messages over one group. Each
+method returns what must be awaited and, if the result is not a tensor it was given, a function that makes the result
+afterwards. p is the size of the group.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Transport:
         self._own_stays = self.size == 2  # a rank does not send its own summand to itself
 
     def all_gather(self, x: Tensor, whole: Tensor) -> Works:
-        """Gathers x [r, ...] of every rank into whole [p·r, ...]."""
+        """Gathers x [r, ...] of every rank into `whole` [p·r, ...]."""
         return [self.wire.all_gather_single(whole, x, group=self.group, async_op=True)]
 
     def all_gather_each(self, xs: Sequence[Tensor], wholes: Sequence[Tensor]) -> Works:

@@ -156,12 +156,12 @@ class Planned(NamedTuple):
 
 
 def in_order(tensors: Sequence[Planned]) -> list[Planned]:
-    """As the safetensors library orders a file: widest elements first, then by name."""
+    """Tensors in the safetensors library's order: widest elements first, then by name."""
     return sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype].itemsize, tensor.name))
 
 
 def sharded(tensors: Sequence[Planned], most: int) -> dict[str, list[Planned]]:
-    """Files of at most so many bytes (or of one tensor), filled in turn."""
+    """Files of at most `most` bytes (or of one tensor), filled in turn."""
     groups: list[list[Planned]] = [[]]
     size = 0
     for tensor in tensors:
@@ -183,7 +183,7 @@ def index_json(files: Mapping[str, Sequence[Planned]]) -> str:
 
 
 def header(tensors: Sequence[Planned]) -> bytes:
-    """Of a file that has these tensors in this order; they are to follow."""
+    """The header of a file with these tensors in this order."""
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
@@ -199,5 +199,5 @@ def header(tensors: Sequence[Planned]) -> bytes:
 
 
 def raw(value: Tensor) -> memoryview:
-    """What follows the header."""
+    """A tensor's bytes, as they follow the header."""
     return value.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -91,7 +91,7 @@ class _CuboidStep(Counter):
         self.in_bucket = 0  # elements of a bucket's gradients
         self.forwards, self.saving = 1, True  # the number of forwards of the current part, and whether it saves
         self.backward = True  # whether backward comes here
-        self.of_block = trained.block(0)  # what is trained of the current block
+        self.of_block = trained.block(0)  # trained parameters of the current block
 
         split = Split.of(config.layers, cuboid.pipe, schedule)
         lowest = split.stage_of(trained.lowest)  # stage that is trained
@@ -109,7 +109,7 @@ class _CuboidStep(Counter):
                 self.in_sub_batches(partial(self.message, back=lowest <= stage, onward=True))
                 continue
             self.backward = self.saving = trained.lowest <= 1 + config.layers
-            self.weights(self.norm_weights(trained.norm()), again=True)
+            self.weights(self.norm_weights(trained.norm()), regathered=True)
             self.sum_replicas()
             self.head()
         if last:
@@ -160,9 +160,9 @@ class _CuboidStep(Counter):
         if self.saving:
             self.cost.saved += size
 
-    # Weights: AG_m in forward and again for backward, RS_m of the gradient
+    # Weights: AG_m in forward and in backward, RS_m of the gradient
 
-    def weights(self, weights: Sequence[_Weight], again: bool, gathers: int = 1) -> None:
+    def weights(self, weights: Sequence[_Weight], regathered: bool, gathers: int = 1) -> None:
         """The collectives of one bucket."""
         in_flight = reduced = 0
         for n, k, n_axis, k_axis, trained in weights:
@@ -176,7 +176,7 @@ class _CuboidStep(Counter):
             reduced += trained * ceil_div(rows, self.x) * columns
             self.in_bucket += trained * held
         retained = self.policy.weights == "retain"
-        for _ in range(1 if retained else gathers + (again and self.backward)):
+        for _ in range(1 if retained else gathers + (regathered and self.backward)):
             self.gather("x", in_flight * self.x)
         self.scatter("x", reduced * self.x)
 
@@ -204,8 +204,8 @@ class _CuboidStep(Counter):
     def embedding(self) -> None:
         tied, tables = bool(self.c.tied), [self.c.vocab] + ([] if self.c.rotary else [self.c.context])
         for i, (rows, trained) in enumerate(zip(tables, self.trained.tables(), strict=True)):
-            twice = tied and i == 0 and self.whole  # a tied table is gathered for the head too
-            self.weights([_Weight(rows, self.c.hidden, "y", "z", trained)], again=False, gathers=1 + twice)
+            twice = tied and i == 0 and self.whole  # a tied embedding is gathered for the head too
+            self.weights([_Weight(rows, self.c.hidden, "y", "z", trained)], regathered=False, gathers=1 + twice)
             self.sum_replicas()
         self.in_sub_batches(self.lookup)
 
@@ -227,8 +227,8 @@ class _CuboidStep(Counter):
         self.save(rows * self.d * self.e + statistics * self.wide)
 
     def product(self, k: int, outs: Sequence[Mapping[str, int]], k_axis: str, n_axis: str, whole: bool = False) -> None:
-        """(1)–(3) of X [m, k] and outputs [m, n], sizes gathered: `outs` are those that travel together, with the n of
-        each linear by its name. In chunks unless as a whole."""
+        """(1)–(3) of X [m, k] and outputs [m, n], in gathered sizes. Each of `outs` is one reduce-scatter, with n by
+        the name of each linear. Computed in chunks unless `whole`."""
         retain, chunks = self.policy.activations == "retain", 1 if whole else self.chunks
         m, trained = self.m // chunks, sum(n for out in outs for name, n in out.items() if self.trains(name))
         for _ in range(chunks):
@@ -262,7 +262,7 @@ class _CuboidStep(Counter):
                 weights.append(_Weight(n, 1, n_axis, None, f"{name}.bias" in trained))
         kinds = ["weight", "bias"][: 1 + c.norm_bias]
         norms = [f"{norm}.{kind}" in trained for norm in ("norm1", "norm2") for kind in kinds]
-        self.weights(weights + self.norm_weights(norms), again=not kept)
+        self.weights(weights + self.norm_weights(norms), regathered=not kept)
         self.head_norms()
         self.sum_replicas()
         self.in_sub_batches(self.layer)
@@ -288,15 +288,15 @@ class _CuboidStep(Counter):
     def attention(self) -> None:
         c, y, z, m = self.c, self.y, self.z, self.m
         q, kv = c.q_dim // y, self.part(c.kv_dim, "y")
-        few = c.kv_heads % (y * z) != 0  # keys and values then come out cut by tokens
+        few = c.kv_heads % (y * z) != 0  # keys and values are then split by tokens
         queries, keys = {"attention.q": q}, {"attention.k": kv, "attention.v": kv}
         self.product(self.d, [queries, keys] if few else [queries | keys], "z", "y", whole=few)
-        again = self.recompute == "selective" and self.backward
-        if again:
+        recomputed = self.recompute == "selective" and self.backward
+        if recomputed:
             self.save((m * q + 2 * m * kv) // z * self.e)
             self.forwards, self.saving = 2, False
         self.attend(few, kv)
-        if again:
+        if recomputed:
             self.forwards, self.saving = 1, True
         self.product(q, [{"attention.out": self.d}], k_axis="y", n_axis="z")
 
@@ -368,7 +368,7 @@ class _CuboidStep(Counter):
         for _ in range(self.s // chunk):
             rows = chunk * self.b
             self.scatter("z", rows * vocab)  # logits
-            self.gather("y", 4 * rows // self.z * self.y, self.wide)  # the parts of each row's loss
+            self.gather("y", 4 * rows // self.z * self.y, self.wide)  # four numbers per row for its loss
             if self.backward or self.trained.head:
                 self.gather("z", rows * vocab)  # dlogits
         if self.backward:

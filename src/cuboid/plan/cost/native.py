@@ -132,7 +132,7 @@ class _NativeStep(Counter):
         self.scatter("fsdp", moved)
 
     def norm(self) -> list[_Parameter]:
-        """Its gradients are partial sums over the tokens that tp splits."""
+        """A norm's gradients are partial sums over the tokens that tp splits."""
         vectors = 1 + self.c.norm_bias
         for _ in range(vectors if self.sp else 0):
             self.reduce("tp", self.c.hidden, self.e)

@@ -59,7 +59,7 @@ class _OneDStep(Counter):
         self.m = self.s * self.b
         self.replicated = 0  # elements of norms and out_of biases
 
-    # Activations, [m, d] whole
+    # Activations, [m, d] unsharded
 
     def before_into(self, forwards: int = 1) -> None:
         whole = self.m * self.c.hidden
@@ -122,7 +122,7 @@ class _OneDStep(Counter):
         self.before_into()
         chunk = chunk_rows(self.s, 1, self.b * ceil_div(self.c.vocab, self.y), head_elements)
         for _ in range(self.s // chunk):
-            self.send("all_gather", "y", 4 * chunk * self.b * self.y, self.wide)  # the parts of each row's loss
+            self.send("all_gather", "y", 4 * chunk * self.b * self.y, self.wide)  # four numbers per row for its loss
         self.reduce("replicas", 2, self.wide)  # loss and count
         self.cost.flops += 3 * 2 * self.m * d * vocab
 

@@ -137,7 +137,7 @@ class _TwoDStep(Counter):
             self.visit("z", m * rows)  # dlogits
             self.visit("y", rows * d)
             self.sum_to_one("y", rows * d)  # dT
-        self.send("all_gather", "z", 4 * m * self.q, self.wide)  # the parts of each row's loss
+        self.send("all_gather", "z", 4 * m * self.q, self.wide)  # four numbers per row for its loss
         for axis in ("replicas", "x", "y"):
             self.reduce(axis, 2, self.wide)  # loss and count
         self.cost.flops += 3 * 2 * m * d * c.vocab
