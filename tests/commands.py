@@ -1,4 +1,4 @@
-"""The command line in a process of its own that can be signalled; forked, as importing torch takes seconds."""
+"""The command line in a separate process that can be signalled; forked, because importing torch takes seconds."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ class Command:
 
 
 def wait_for(what: Callable[[], object], ended: Callable[[], object]) -> None:
-    """`ended` says what became of whoever should do it, if he has ended."""
+    """`ended` returns what became of the process that should do it, if it has ended."""
     deadline = time.monotonic() + HUNG
     while not what():
         end = ended()
@@ -55,7 +55,7 @@ def wait_for(what: Callable[[], object], ended: Callable[[], object]) -> None:
 
 @contextmanager
 def started(*words: object, folder: Path) -> Iterator[Command]:
-    """`cuboid` with these words, in this folder and in a session of its own, as a terminal would start it."""
+    """`cuboid` with these arguments, in this folder and in its own session, as a terminal would start it."""
     with TemporaryFile() as out, TemporaryFile() as err:
         pid = os.fork()
         if pid == 0:

@@ -64,7 +64,7 @@ def processes_left(folder: Path) -> list[str]:
             try:
                 if mark in (process / "environ").read_bytes() + b"\0":
                     names[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
-            except OSError:  # it has ended, or is somebody else's
+            except OSError:  # it has ended, or belongs to another user
                 continue
         if not names or last:
             break
@@ -85,7 +85,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Texts, shortened to what a shell takes as it is: a failure's name is read, and typed again."""
+    """Texts, shortened to what a shell takes as it is: people read and type the name of a failed test."""
     return re.sub(r"[^\w.,=+-]+", "_", val)[:32].strip("_") if isinstance(val, str) else None
 
 

@@ -1,6 +1,6 @@
 """What PyTorch users do in a training loop, written as they write it: each is run on a plain `nn.Module` and on ours.
 
-An idiom takes a `Case` and gives what is to be compared: tensors, whole or sharded, numbers, names. The names of idioms
+An idiom takes a `Case` and gives what is to be compared: tensors, sharded or not, numbers, names. The names of idioms
 are the first column of the table in docs/training-loop.md.
 """
 

@@ -73,7 +73,7 @@ class Recorder:
 
 @contextmanager
 def noting_empty_buckets(launches: list[Launch]) -> Iterator[None]:
-    """Ranks whose part of a table is empty send nothing of it, all that would meet: noted as left out."""
+    """Ranks whose shard of an embedding is empty send none of it: such collectives are noted as left out."""
     gather, reduce = Bucket.gather, Bucket.reduce
 
     def note(kind: str, bucket: Bucket) -> None:

@@ -94,7 +94,7 @@ MUTANTS = [
         "torch.cat((gradient, gradient.new_zeros(rows - len(gradient), *gradient.shape[1:])))",
         "torch.cat((gradient.new_zeros(rows - len(gradient), *gradient.shape[1:]), gradient))",
     ),
-    Mutant("rows cut off by one", WEIGHTS, "Bucket.gather", ")[:rows]", ").roll(1, 0)[:rows]"),
+    Mutant("rows off by one", WEIGHTS, "Bucket.gather", ")[:rows]", ").roll(1, 0)[:rows]"),
     Mutant(
         "stale weights",
         WEIGHTS,
@@ -210,7 +210,7 @@ MUTANTS = [
     Mutant("targets of another z", HEAD, "HeadLoss._rows", "[mesh.z.index]", "[0]"),
     Mutant("the head's gradient begun anew", HEAD, "HeadLoss.__call__", "dW if found else dW.zero_()", "dW.zero_()"),
     Mutant(
-        "classes cut off by one",
+        "classes off by one",
         HEAD,
         "HeadLoss._rows",
         "shard_range(self.vocab, mesh.y.size, mesh.y.index)",
@@ -221,7 +221,7 @@ MUTANTS = [
     Mutant("moments merged with a wrong weight", NORM, "merge", "* (n // len(shards))", "* n"),
     Mutant("a sign of the norm", NORM, "gradient", "value=-1", "value=1"),
     Mutant(
-        "a norm's sums of a part taken for the whole",
+        "a norm's sums of one shard taken for all",
         NORM,
         "Normalise.__call__",
         "all_reduce(sums, self.z)",

@@ -67,7 +67,7 @@ class ReusedPool(Pool):
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], Pool]]:
-    """pool(P): P ranks, the same ones again and again unless a failure has ended them or other counts were needed."""
+    """pool(P): P ranks, reused unless a failure has ended them or other numbers of ranks were needed."""
     pools: dict[int, ReusedPool] = {}
 
     def of(ranks: int) -> Pool:
@@ -79,7 +79,7 @@ def pool() -> Iterator[Callable[[int], Pool]]:
             pools.pop(idle).close()
         return found
 
-    gc.freeze()  # what is there before ranks are forked is not looked through again in each of them
+    gc.freeze()  # ranks need not scan objects that exist before the fork
     yield of
     for each in pools.values():
         each.close()

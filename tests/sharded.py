@@ -196,7 +196,7 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def join_logits(ranks: Sequence[Outcome], case: Case) -> Tensor:
-    """The whole logits, [s, b, v]; positions from `seq` on are padding."""
+    """The unsharded logits, [s, b, v]; positions from `seq` on are padding."""
     whole = torch.full((case.seq, case.batch, case.config.vocab), torch.nan, dtype=torch.float64)
     for rank in ranks:
         s, b, v = rank.index

@@ -11,10 +11,10 @@ from cuboid.run.silent import silently as silently_one
 
 
 def silently(ranks: list[int], size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """`fn(world, *args)` as some ranks of a world of this size, each in a process of its own."""
+    """`fn(world, *args)` as some ranks of a world of this size, each in a separate process."""
     return [silently_one(fn, rank, size, *args) for rank in ranks]
 
 
 def ends(size: int) -> list[int]:
-    """The first rank and the last: of what is cut unevenly these hold most and least."""
+    """The first rank and the last: these hold the most and the least of what is split unevenly."""
     return sorted({0, size - 1})

@@ -23,7 +23,7 @@ def model_on(parallel: Parallel, recompute: Recompute = "none") -> Transformer:
 
 
 def batches_on(parallel: Parallel, count: int = MICRO) -> Batches:
-    """One batch in so many micro-batches. All targets count: the mean of their losses is the loss of the whole."""
+    """One batch in `count` micro-batches. All targets count, so the mean of their losses is the loss of the batch."""
     tokens = torch.randint(parallel.config.vocab, (SAMPLES, SEQ + 1), generator=torch.Generator().manual_seed(3))
     place = parallel.place(SAMPLES // count, SEQ)
     return [(place.take(each[:, :-1], 0), At(place, place.take(each[:, 1:], -100))) for each in tokens.chunk(count)]
@@ -36,7 +36,7 @@ def loss_of(model: Transformer, batch: tuple[Tensor, At]) -> Tensor:
 
 
 def reference(config: ModelConfig) -> Transformer:
-    """On one device, after a backward of the whole batch."""
+    """On one device, after a backward of the unsplit batch."""
     model = model_on(Serial(config))
     plainly(model, batches_on(model.parallel, 1))
     return model

@@ -1,4 +1,4 @@
-"""What a run computes in where nobody has said: by the device, or as it began."""
+"""The precision of a run that sets none: by the device, or as the run began."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What cannot work is refused with a ValueError that says what arrived, what the rule is and what to do.
+"""What cannot work is rejected with a ValueError that says what arrived, what the rule is and what to do.
 
 Ranks all refuse alike, and before any collective: none is left waiting for another.
 """

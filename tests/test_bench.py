@@ -306,9 +306,9 @@ def test_bench_cli_rejects_missing_hosts_before_work(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["overlap"], "bench overlap starts ranks of its own; run it without torchrun"),
-        (["cpu"], "bench cpu starts ranks of its own"),
-        (["accuracy"], "bench accuracy starts ranks of its own"),
+        (["overlap"], "bench overlap starts its own ranks; run it without torchrun"),
+        (["cpu"], "bench cpu starts its own ranks"),
+        (["accuracy"], "bench accuracy starts its own ranks"),
         (["layouts", "--rate", "8mbit"], "leave --rate out"),
     ],
 )

@@ -67,7 +67,7 @@ def gradients(world: World, cuboid: Cuboid, samples: int, seq: int) -> dict[str,
 @pytest.mark.parametrize(
     ("cuboid", "samples", "seq"),
     [
-        (Cuboid(2, 2, 2), 4, 13),  # padded to 14: nobody may attend to the padding
+        (Cuboid(2, 2, 2), 4, 13),  # padded to 14: no query may attend to the padding
         (Cuboid(1, 4, 2), 3, 24),
         (Cuboid(4, 1, 2), 2, 13),  # x cuts the sequence
         (Cuboid(1, 2, 1, replicas=2), 2, 7),

@@ -1,4 +1,4 @@
-"""Building a model takes a rank the memory and the time of its shards, not of the whole."""
+"""Building a model takes a rank the memory and the time of its shards, not of the unsharded model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def peak_of_build(world: World) -> tuple[int, int]:
     """How far memory rose while the big model was built, and the bytes of this rank's shards."""
     mesh = Mesh(CUBE, world.rank)
     Transformer(CuboidParallel(SMALL, mesh))  # what PyTorch loads at its first use is not the model's
-    Path("/proc/self/clear_refs").write_text("5")  # begin the peak again
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status("VmRSS")
     model = Transformer(CuboidParallel(BIG, mesh))
     peak = status("VmHWM") - before

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and a run resumed from it is the run that was never stopped, on any cuboid."""
+"""A checkpoint is complete or absent. A run resumed from it equals one that was never stopped, on any cuboid."""
 
 import json
 from collections.abc import Callable
@@ -157,7 +157,7 @@ def test_checkpoint_resume_rejects_other_text(saved: Path, tmp_path: Path, pool:
 
 
 def kept(world: World, config: TrainConfig, folder: Path, keep: int) -> list[list[int]]:
-    """The steps on disk: after five saves, and once more after the run is taken up again from step 3."""
+    """The steps on disk: after five saves, and once more after the run is resumed from step 3."""
     run = Run(world, config, folder, keep=keep)
     (folder / "step-00000099.aside").mkdir(parents=True)  # left by a run that was killed
     for step in range(1, 6):

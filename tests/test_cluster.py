@@ -112,7 +112,7 @@ def by_level(world: World, apart: int) -> tuple[int, int]:
 
 @namespaces.needed
 def test_cluster_links_inside_and_between_hosts_carry_their_own() -> None:
-    """Four hosts of two ranks with links of their own, in groups of two hosts; one link is slower."""
+    """Four hosts of two ranks with separate links, in groups of two hosts; one link is slower."""
     links = Links("1gbit", inside="2gbit", slow=((3, "500mbit"),), group=2, uplink="500mbit")
     with Cluster(4, links, per_host=2) as hosts, Pool(8, hosts) as pool:
         for apart, crossing in ((1, 0), (2, 8), (4, 8)):
@@ -140,7 +140,7 @@ def machine() -> tuple[str, str]:
 
 
 def alive(pid: int) -> bool:
-    """A zombie is not: it has left its namespace, whether or not somebody reaps it."""
+    """A zombie is not: it has left its namespace, whether or not it was reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

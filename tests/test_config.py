@@ -1,4 +1,4 @@
-"""The training configuration: what loads, what is refused and how, and the presets' sizes."""
+"""The training configuration: what loads, what is rejected and how, and the presets' sizes."""
 
 import json
 import tomllib

@@ -89,7 +89,7 @@ def counted(world: World, case: Case) -> tuple[list[Any], list[Any]]:
     model.freeze(case.freeze)
     tokens, targets = batch_of(case)
     batch = place.take(tokens, 0), place.take(targets, -100), place, case.loss
-    with Memory(model) as memory:  # a step of its own: the FLOP counter holds on to tensors
+    with Memory(model) as memory:  # a separate step, because the FLOP counter keeps tensors alive
         loss = model(*batch, dropout=case.seed)
         held = memory.saved(loss)
         loss.backward()
@@ -117,7 +117,7 @@ def test_step_cost_matches_every_measured_count(case: Case) -> None:
 
 
 def test_full_recomputation_without_prefetch_gathers_weights_twice() -> None:
-    """Four blocks' twice, the norm's twice, both tables' once."""
+    """Four blocks' twice, the norm's twice, both embeddings' once."""
     case = Case(LLAMA.replace(layers=4), Cuboid(2, 2, 1), 4, 13, recompute="full", schedule=OFF)
     ((found, predicted),) = silently([0], 4, counted, case)
     assert found[0]["x"]["all_gather"][0] == 12
@@ -165,7 +165,7 @@ def peaks(world: World, case: Case) -> tuple[int, dict[str, int]]:
 
 
 def test_cuboid_parallel_transient_memory_is_depth_independent() -> None:
-    """With everything gathered and computed again: at rest within a tenth of an even share, and what is alive for a
+    """With everything regathered and recomputed: at rest within a tenth of an even share, and what is alive for a
     moment does not grow with depth."""
     passing = []
     for layers in (4, 7):

@@ -102,7 +102,7 @@ def test_host_copies_leave_host_and_main_stream_at_work(told: Told) -> None:
     copies.land()
     assert told == ["main waits for copies", "host waits for copies"]
     again = copies.launch({"x": 2 * x})
-    assert "page-locked memory" not in told  # the same is used again
+    assert "page-locked memory" not in told  # the same one is reused
     assert again["x"] is found["x"]
     assert again["x"].tolist() == [2, 2, 2]
 

@@ -25,7 +25,7 @@ DROPPING = GPT2.replace(dropout=0.3)
 
 
 def trained(parallel: Parallel, recompute: str = "none") -> tuple[Transformer, list[float]]:
-    """After two forwards at once, whose backwards come in another order, and two micro-batches that are played."""
+    """After two forwards at once, whose backwards run in another order, and two micro-batches in `play`."""
     model = model_on(parallel, recompute)  # type: ignore[arg-type]
     (one,), two = batches_on(parallel, 1), batches_on(parallel, 2)
     first, second = loss_of(model, one), loss_of(model, one)

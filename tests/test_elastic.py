@@ -74,7 +74,7 @@ class Agents:
             time.sleep(0.1)
 
     def cut(self, i: int, state: str) -> None:
-        """The cable: the port of the switch goes down, or up again. Nobody is told."""
+        """The cable: the port of the switch goes down, or up. No process is notified."""
         switch = Host(f"/proc/{self.cluster.keeper}/fd/1", "")
         subprocess.run(switch.command("ip", "link", "set", "dev", f"port{i}", state), check=True)
 

@@ -109,7 +109,7 @@ def test_emulated_device_prices_measured_operations_by_their_own_figures() -> No
 
 
 def rehearsed(world: World) -> tuple[float, float]:
-    """The first rank alone takes part in a collective that nobody else knows of."""
+    """Only the first rank takes part in a collective; the others do not know of it."""
     with emulated() as device:
         if world.rank == 0:
             with device.rehearsal():
@@ -134,7 +134,7 @@ def test_emulated_device_computes_integers_alone() -> None:
         assert index.tolist() == [[0, 2, 4], [6, 8, 10]]
         made = torch.nn.functional.gelu(torch.zeros(5, 7, dtype=torch.bfloat16)[:, 1:])
         assert (made.shape, made.dtype) == ((5, 6), torch.bfloat16)
-        assert made.sum().item() == 1.0  # a value that nobody should believe
+        assert made.sum().item() == 1.0  # a value without meaning
 
 
 def test_emulated_device_runs_out_of_memory() -> None:
@@ -151,7 +151,7 @@ def test_emulated_device_runs_out_of_memory() -> None:
 
 
 def test_emulated_device_leaves_fake_tensors_alone() -> None:
-    """DTensor finds shapes out with them, of whole tensors."""
+    """DTensor finds shapes of unsharded tensors with them."""
     with Emulated(Device(replace(SLOW.hardware, memory=2000.0))) as device:
         with FakeTensorMode():
             fake = torch.empty_strided((1000, 1000), (1000, 1))

@@ -83,7 +83,7 @@ def choices(grids: list[Cuboid]) -> Iterator[Choice]:
 
 
 def kv_heads(kind: str, heads: int, grid: Cuboid) -> int:
-    """All heads; a few, that y can cut but y·z cannot; one; or a count that y cannot cut."""
+    """All heads; a few, which y can split but y·z cannot; one; or a number that y cannot split."""
     divisors = [n for n in range(2, heads) if heads % n == 0]
     fits = {
         "all": [heads],
@@ -169,10 +169,10 @@ def test_cases_cover_every_option_pair_on_mixed_cuboids() -> None:
 @pytest.mark.parametrize(
     "happens",
     [
-        pytest.param(lambda c, g: c.kv_heads % g.y and c.kv_heads > 1, id="kv_heads that y cannot cut"),
+        pytest.param(lambda c, g: c.kv_heads % g.y and c.kv_heads > 1, id="kv_heads that y cannot split"),
         pytest.param(lambda c, g: c.kv_heads % g.y == 0 != c.kv_heads % (g.y * g.z), id="kv_heads that z cannot"),
         pytest.param(lambda c, g: c.vocab < g.x * g.y, id="ranks without a class"),
-        pytest.param(lambda c, g: c.ffn % g.y and g.z > 1, id="an inner size that y cannot cut"),
+        pytest.param(lambda c, g: c.ffn % g.y and g.z > 1, id="an inner size that y cannot split"),
     ],
 )
 def test_cases_cover_sizes_that_do_not_divide(happens: Callable[[ModelConfig, Cuboid], bool]) -> None:

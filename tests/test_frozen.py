@@ -76,7 +76,7 @@ FROZEN: dict[str, tuple[ModelConfig, Callable[[str], bool]]] = {
     "norms": (LLAMA, lambda name: "norm" in name),
     "the embedding": (LLAMA, lambda name: name.startswith("embed.")),
     "the head": (LLAMA, lambda name: name.startswith("head.")),
-    "the tied table": (GPT2, lambda name: name.startswith("embed.")),
+    "the tied embedding": (GPT2, lambda name: name.startswith("embed.")),
     "positions": (GPT2, lambda name: name.startswith("positions.")),
     "all but the first norm": (GPT2, lambda name: name != "blocks.0.norm1.weight"),
     "everything": (LLAMA, lambda name: True),

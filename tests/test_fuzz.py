@@ -1,4 +1,4 @@
-"""Whatever a configuration, a hardware file, a model or a command line holds, it runs or is refused: no traceback, no
+"""Whatever a configuration, a hardware file, a model or a command line holds, it runs or is rejected: no traceback, no
 hang.
 """
 

@@ -136,7 +136,7 @@ def test_guard_stop_raises_diverged_naming_step(text: Path) -> None:
 
 
 def spiked(world: World, config: TrainConfig, folder: Path, resume: Path | None) -> None:
-    """A whole run in which steps 6 and 8 are spikes."""
+    """A run in which steps 6 and 8 are spikes."""
     real = Trainer.step
 
     def step(self: Trainer, stop: bool = False) -> tuple[StepReport, bool]:
@@ -158,7 +158,7 @@ def spiked(world: World, config: TrainConfig, folder: Path, resume: Path | None)
 
 
 def test_guard_resumed_run_skips_same_steps(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """On ranks of its own: those of an earlier test do not speak to this one's `capfd`."""
+    """On new ranks: those of an earlier test do not print to this one's `capfd`."""
     changes = (*on("2,1,1"), "guard.window=5", "guard.spike=skip", "checkpoint.every=7", "checkpoint.keep=0")
     config = tiny(text, *changes, "schedule.steps=9", "logging.sample_tokens=0")
     with Pool(2) as ranks:

@@ -1,4 +1,4 @@
-"""Hugging Face folders: their model is the one `transformers` has, on any cuboid, and they come back whole."""
+"""Hugging Face folders: their model equals that of `transformers`, on any cuboid, and exports equal the original."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Several hosts, each with a torchrun of its own, that see each other over one link and nothing else."""
+"""Several hosts, each with its own torchrun, that see each other over one link and nothing else."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_train_cli_on_two_hosts_matches_one_machine(tmp_path: Path, pool: Callab
 
 
 def end(agent: "subprocess.Popen[str]") -> None:
-    """Asked to end, an agent ends its ranks too, which are in sessions of their own."""
+    """An agent that is asked to end also ends its ranks, which have their own sessions."""
     if agent.poll() is None:
         agent.terminate()
         agent.wait(HUNG)

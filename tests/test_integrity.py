@@ -145,7 +145,7 @@ def local(trainer: Trainer) -> list[Tensor]:
 
 
 def resumed(world: World, config: TrainConfig, good: Path, runs: list[Path]) -> list[int]:
-    """The step each run is resumed from, having what the good run has at it; -1 if it is refused, -2 if it has else."""
+    """The step each run is resumed from, having what the good run has at it; -1 if it is rejected, -2 if it differs."""
     trainer, wanted, found = Trainer(config, world), {}, []
     for path in complete(good / "checkpoints"):
         trainer.resume(path)

@@ -117,7 +117,7 @@ def meet_twice(world: World, port: int) -> list[int]:
 
 
 def test_join_world_has_gloo_connect_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torchrun's ranks too: a thousand of them would make half a million connections that nobody uses."""
+    """Torchrun's ranks too: a thousand of them would make half a million unused connections."""
     seen = list[str | None]()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

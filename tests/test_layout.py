@@ -51,7 +51,7 @@ def test_spec_join_inverts_take(spec: Spec, cuboid: Cuboid) -> None:
 @given(specs(), cuboids)
 def test_spec_gathered_range_is_union_of_shards(spec: Spec, cuboid: Cuboid) -> None:
     """What a rank has once x no longer cuts is what the ranks along x have between them."""
-    assume(all("x" not in axes[:-1] for axes in spec.splits))  # only the last cut of a dim can be undone alone
+    assume(all("x" not in axes[:-1] for axes in spec.splits))  # only the last split of a dim can be undone alone
     mine, whole = cuboid.coordinates(int(spec.holders(cuboid)[-1, -1])), arange(spec.shape)
     ranges = spec.ranges(cuboid, mine, gathered=("x",))
     along = {float(v) for x in range(cuboid.x) for v in spec.take(whole, cuboid, {**mine, "x": x}).flatten()}
@@ -59,7 +59,7 @@ def test_spec_gathered_range_is_union_of_shards(spec: Spec, cuboid: Cuboid) -> N
 
 
 def test_spec_nested_split_follows_dtensor_rule() -> None:
-    """10 rows cut by y=2, then each block of 5 by x=3: DTensor's rule."""
+    """10 rows split by y=2, then each block of 5 by x=3: DTensor's rule."""
     spec, cuboid = Spec((10,), (("y", "x"),)), Cuboid(3, 2, 1)
     found = [
         spec.ranges(cuboid, {"pipe": 0, "replicas": 0, "x": x, "y": y, "z": 0})[0] for y in range(2) for x in range(3)

@@ -1,4 +1,4 @@
-"""Cross entropy from parts of the vocabulary, against PyTorch's own of the whole."""
+"""Cross entropy of a sharded vocabulary, against PyTorch's own of the unsharded one."""
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise, product
@@ -12,7 +12,7 @@ from cuboid.layers.loss import Loss
 from cuboid.run.launch import Pool, World
 
 ROWS, VOCAB = 9, 13
-#: Sizes of the parts the vocabulary is cut into; the last ranks of a small vocabulary own none of it.
+#: Sizes of the vocabulary's shards; with a small vocabulary, the last ranks hold none of it.
 PARTS = [(13,), (7, 6), (5, 5, 3), (5, 5, 3, 0), (12, 1, 0, 0)]
 LOSSES = [Loss(ignore, smoothing, z) for ignore, smoothing, z in product((-100, 4), (0.0, 0.3), (0.0, 0.05))]
 

@@ -140,7 +140,7 @@ def noticed_by(broken: AbstractContextManager[Any]) -> str:
         for name, check in CHECKS.items():
             try:
                 check(pools)
-            except Exception as error:  # whatever it is, somebody would look
+            except Exception as error:  # any exception is noticed
                 return f"{name}: {type(error).__name__}"
     return ""
 

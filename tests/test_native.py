@@ -174,7 +174,7 @@ def on_the_wire(world: World, fsdp: int, tp: int, ideal: bool) -> tuple[int, int
     native.loss(batch, batch).backward()
     dist.barrier()
     after = sent("lo")
-    dist.barrier()  # nobody goes on before everybody has read
+    dist.barrier()  # no rank continues before all have read
     native.close()
     counts = native_cost(WIDE, fsdp, tp, 8, 128, world.rank, ideal).counts()
     return sum(wire_bytes(counts).values()), after - before

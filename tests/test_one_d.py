@@ -135,7 +135,7 @@ def test_one_d_cost_layer_traffic_matches_megatron() -> None:
 
 
 def rounding(world: World, case: Case, sequence: bool) -> dict[str, float]:
-    """How far this rank's gradients, of products in bf16, are from one device's, as parts of its whole gradient."""
+    """How far this rank's gradients, of products in bf16, are from one device's, relative to its full gradient."""
     mesh = Mesh(case.cuboid, world.rank)
     mine = step(OneD(case.config, mesh, sequence, torch.bfloat16, FEW_LOGITS), case)
     whole = step(Serial(case.config), case)

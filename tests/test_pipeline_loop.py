@@ -1,4 +1,4 @@
-"""A training loop of one's own on a pipe: clipping and fp16 scaling are the whole model's."""
+"""A user's training loop on a pipe: clipping and fp16 scaling see all stages."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ def norms_of(model: Transformer) -> list[float]:
 
 
 def clipped(world: World, cuboid: Cuboid) -> tuple[list[float], float, Tensor]:
-    """Norms, how far the clipped gradient is from one device's, and the tied table's gradient."""
+    """Norms, how far the clipped gradient is from one device's, and the tied embedding's gradient."""
     model, whole = model_on(CuboidParallel(GPT2, mesh := Mesh(cuboid, world.rank))), reference(GPT2)
     model.play(batches_on(model.parallel))
     norms, wanted = norms_of(model), norms_of(whole)
@@ -41,7 +41,7 @@ def clipped(world: World, cuboid: Cuboid) -> tuple[list[float], float, Tensor]:
 
 @pytest.mark.parametrize("cuboid", [Cuboid(1, 2, 1, pipe=2), Cuboid(pipe=2)], ids=str)
 def test_clip_grad_norm_on_a_pipe_is_of_the_whole_model(cuboid: Cuboid, pool: Pools) -> None:
-    """To the last bit the same on all ranks, so that both ends of a tied table stay one."""
+    """Equal to the last bit on all ranks, so that both ends of a tied embedding stay equal."""
     found = pool(cuboid.ranks).run(clipped, cuboid)
     assert all(norms == found[0][0] and far <= EXACT for norms, far, _ in found)
     assert torch.equal(found[0][2], found[cuboid.ranks // 2][2])

@@ -95,7 +95,7 @@ def test_planner_ranking_matches_single_predictions() -> None:
 
 
 def test_planner_extrapolates_deep_models_from_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Extrapolated from a few layers, a step takes as long as played layer by layer."""
+    """A step extrapolated from a few layers takes as long as one simulated layer by layer."""
     work = Work(MODELS["llama-3-8b"].replace(layers=10), 64, 4096)
     cases = [
         (cuboid, choice)
@@ -241,7 +241,7 @@ SMALL = {
     "wide": (ModelConfig("llama", 3, 256, 8, 256, 32), 8),
     "large": (ModelConfig("gpt2", 2, 1024, 8, 64, 16), 8),  # matrices that travel by themselves
     "few tokens": (ModelConfig("llama", 4, 128, 8, 32000, 32, tied=True), 8),
-    "uneven": (ModelConfig("gpt2", 6, 96, 12, 12565, 32), 8),  # like gpt2-124m, with a vocabulary that x cannot cut
+    "uneven": (ModelConfig("gpt2", 6, 96, 12, 12565, 32), 8),  # like gpt2-124m, with a vocabulary that x cannot split
 }
 
 
@@ -289,7 +289,7 @@ def test_dry_run_counts_match_plan(cuboid: Cuboid, special: dict[str, bool]) -> 
 
 
 def test_dry_run_peak_memory_matches_plan() -> None:
-    """Few tokens: the table and its gradient are most of it."""
+    """Few tokens: the embedding and its gradient are most of it."""
     work, cuboid = Work(MODELS["gpt2-124m"].replace(layers=2), 8, 128, "fp32"), Cuboid(2, 2, 2)
     counted = dry_run(work, cuboid, Choice(), backend="nccl")
     assert predict(H100, work, cuboid, Choice()).peak == pytest.approx(counted.peak, rel=0.02)

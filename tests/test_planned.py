@@ -1,4 +1,4 @@
-"""A step of any layout on the planner's clock: the collectives' formulas, and a rank's own code played on it."""
+"""A step of any layout on the planner's clock: the collectives' formulas, and a rank's own code simulated on it."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ LARGE = Problem(ModelConfig("gpt2", layers=1, hidden=256, heads=64, vocab=512, c
 
 
 def machine(near: float, far: float) -> Hardware:
-    """Hosts of four; links without latency, of so many bytes a second."""
+    """Hosts of four; links without latency, of `near` and `far` bytes per second."""
     hw = parse("fp32=1e12,stream=1e12,node=4").hardware
     return replace(hw, inside=every_kind(Link(0.0, 0.0, near)), across=every_kind(Link(0.0, 0.0, far)))
 

@@ -28,7 +28,7 @@ MODEL = ModelConfig("llama", layers=2, hidden=32, heads=4, kv_heads=2, vocab=40,
 
 
 def backward(parallel: Parallel, batch: tuple[Tensor, Tensor], dtype: torch.dtype, scale: float = 1.0) -> Transformer:
-    """The gradient of `scale` times the loss, divided by it again."""
+    """The gradient of `scale` times the loss, divided by `scale`."""
     model, place = Transformer(parallel, 1, dtype), parallel.place(*batch[0].shape)
     move_parameters(model, 2)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Random numbers by global index: a slice is the slice of the whole, bit for bit, on any cut."""
+"""Random numbers by global index: a shard equals the slice of the unsharded tensor, bit for bit, for any split."""
 
 from collections.abc import Callable
 

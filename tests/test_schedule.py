@@ -93,12 +93,12 @@ def test_schedule_sets_collective_launch_order(pool: Pools) -> None:
     # the next block's where they were
     assert order[OFF][:4] == ["x", "y'", "x", "y"]
     assert order[PREFETCH][:5] == ["x", "x", "y'", "x", "y"]
-    # sub-batches: all have left the embedding, and the next block's weights are on their way, when the first gathers
+    # sub-batches: all have left the embedding, and the next block's weights are in flight, when the first gathers
     # its X; all gather theirs before the first multiplies
     assert order[SUB_BATCHES][:11] == ["x", "x", *["y'"] * 4, "x", *["y"] * 4]
     over_x = {s: sum(axis.startswith("x") for axis in found) for s, found in order.items()}
     assert over_x[PREFETCH] == over_x[SUB_BATCHES] == over_x[OFF] - 1  # the last block's stay
-    # backward: the block before is on its way before this one's products are done
+    # backward: the next block's weights are in flight before this one's matmuls are done
     last = len(order[PREFETCH]) - 1 - order[PREFETCH][::-1].index("x")
     assert order[PREFETCH][last:].count("y") > order[OFF][len(order[OFF]) - 1 - order[OFF][::-1].index("x") :].count(
         "y"
@@ -106,7 +106,7 @@ def test_schedule_sets_collective_launch_order(pool: Pools) -> None:
 
 
 def backward_of(world: World) -> list[str]:
-    """What a step's backward gathers again and when it makes the gradient of a weight, products numbered as forward
+    """What a step's backward regathers and when it computes the gradient of a weight, products numbered as forward
     comes to them."""
     numbers: dict[Side, int] = {}
     events: list[str] = []
@@ -131,7 +131,7 @@ def backward_of(world: World) -> list[str]:
 
 
 def test_product_backward_gathers_next_input_early(pool: Pools) -> None:
-    """The X of a product is gathered again before the product after it makes its gradient."""
+    """The X of a product is regathered before the product after it computes its gradient."""
     (events,) = pool(1).run(backward_of)
     assert events == ["X7", *[each for i in reversed(range(7)) for each in (f"X{i}", "dW")], "dW"]
 
@@ -294,7 +294,7 @@ def peaks(world: World, config: ModelConfig) -> list[int]:
 
 def test_schedule_prefetch_memory_is_at_most_two_layers() -> None:
     wide = MODEL.replace(hidden=192, head_dim=16, ffn=768, dropout=0.0)
-    layer = 4 * (wide.replace(layers=4).parameters - wide.replace(layers=3).parameters) // 2  # bytes, cut by y alone
+    layer = 4 * (wide.replace(layers=4).parameters - wide.replace(layers=3).parameters) // 2  # bytes, split by y alone
     for layers in (3, 6):
         for off, *on in silently(ends(4), 4, peaks, wide.replace(layers=layers)):
             assert max(on) - off <= 2 * layer

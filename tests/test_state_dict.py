@@ -30,7 +30,7 @@ def made(mesh: Mesh) -> tuple[Transformer, torch.optim.AdamW]:
 
 
 def arrays(model: Transformer, optimizer: torch.optim.AdamW) -> Arrays:
-    """All there is, whole."""
+    """All tensors, unsharded."""
     found = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
         found |= {f"{key} of {name}": value for key, value in optimizer.state[parameter].items()}
@@ -38,7 +38,7 @@ def arrays(model: Transformer, optimizer: torch.optim.AdamW) -> Arrays:
 
 
 def save(world: World, shape: Cuboid, folder: Path, rate: float) -> Arrays:
-    """After two steps at a rate of its own, so that no two checkpoints are alike."""
+    """After two steps at its own learning rate, so that no two checkpoints are alike."""
     mesh = Mesh(shape, world.rank)
     model, optimizer = made(mesh)
     optimizer.param_groups[0]["lr"] = rate
@@ -106,7 +106,7 @@ def test_model_rejects_other_dtype_assigned_and_other_device(shape: Cuboid, pool
 
 
 def twin(world: World, shape: Cuboid) -> bool:
-    """Whether a state dict loads into a model on a mesh of its own."""
+    """Whether a state dict loads into a model on another mesh."""
     meshes = [Mesh(shape, world.rank) for _ in range(2)]
     one, other = (model_on(CuboidParallel(GPT2, mesh)) for mesh in meshes)
     with torch.no_grad():

@@ -90,7 +90,7 @@ def test_keep_running_does_not_restart_while_stopping() -> None:
 
 @pytest.mark.slow
 def test_train_cli_resumes_when_torchrun_restarts_rank(text: Path, tmp_path: Path, pool: Callable[[int], Pool]) -> None:
-    """In a folder that nobody has named. It trains until it is told to stop: no moment to kill a rank is too late."""
+    """In a default folder. It trains until it is stopped, so that no moment to kill a rank is too late."""
     changes = [*on("2,1,1"), "schedule.steps=1000000", "checkpoint.every=2"]
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     words += ["-m", "cuboid", "train", *sets(settings(text, *changes))]

@@ -37,7 +37,7 @@ def counted(mesh: Mesh, act: Callable[[], Any]) -> tuple[int, int]:
     act()
     dist.barrier()
     after = sent("lo")
-    dist.barrier()  # nobody goes on before everybody has read
+    dist.barrier()  # no rank continues before all have read
     return sum(mesh.ledger.bytes().values()), after - before
 
 

@@ -208,7 +208,7 @@ def gradients_of(model: Transformer) -> Shards:
 
 
 def clipped(world: World, config: TrainConfig) -> tuple[float, Shards, Shards, dict[str, Spec]]:
-    """The gradient's norm, a rank's gradients before they are clipped and after it, and how they are cut."""
+    """The gradient's norm, a rank's gradients before and after clipping, and how they are split."""
     trainer = Trainer(config, world)
     model = trainer.model
     tokens, targets = trainer.batches(0)

@@ -198,7 +198,7 @@ def test_comm_axis_of_one_launches_and_copies_nothing(pool: Pools) -> None:
 
 
 def rounding(world: World, case: Case) -> dict[str, float]:
-    """How far gradients are from one device's when products are in bf16, relative to its whole gradient."""
+    """How far gradients are from one device's when products are in bf16, relative to its full gradient."""
     mesh, (tokens, targets) = Mesh(case.cuboid, world.rank), batch_of(case)
     models = []
     for parallel in (TwoD(case.config, mesh, torch.bfloat16), Serial(case.config)):

@@ -1,4 +1,4 @@
-"""Where shards lie: as they travel, and what happens if somebody moves them; which of them travel alone."""
+"""Where shards are in memory: in communication order, and if they were moved; which ones are separate messages."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,7 +80,7 @@ def travelled(world: World, shape: Cuboid, dtype: torch.dtype | None, vocab: int
     ("shape", "dtype", "vocab"),
     [
         (Cuboid(2, 2, 1), None, 16),
-        (Cuboid(3, 2, 1), None, 17),  # cut unevenly
+        (Cuboid(3, 2, 1), None, 17),  # split unevenly
         (Cuboid(4, 1, 2), torch.bfloat16, 18),
         (Cuboid(3, 2, 2), None, 17),
     ],

@@ -34,7 +34,7 @@ SETTINGS = (
 
 
 def write_text(folder: Path, seed: int = 0) -> Path:
-    """More than 12 steps of 8 samples of 16 tokens, so that no sample of a whole run is seen twice."""
+    """More than 12 steps of 8 samples of 16 tokens, so that no sample of a run is seen twice."""
     dice = random.Random(seed)
     words = ["".join(dice.choices("abcdefgh", k=dice.randint(1, 5))) for _ in range(20)]
     path = folder / f"text {seed}.txt"

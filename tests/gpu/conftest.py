@@ -1,4 +1,4 @@
-"""Emulated GPUs: a script of this folder in a process of its own, which loads shim.cpp before torch."""
+"""Emulated GPUs: a script of this folder in a separate process, which loads shim.cpp before torch."""
 
 import fcntl
 import json

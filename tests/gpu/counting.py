@@ -55,7 +55,7 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(hasattr(each, "__tensor_flatten__") for each in types):
-            return NotImplemented  # a DTensor: it comes again with the tensor inside
+            return NotImplemented  # a DTensor: it calls again with the tensor inside
         out = func(*args, **kwargs)
         name, space = func.__name__.partition(".")[0], func.namespace
         if space == "c10d":
@@ -86,7 +86,7 @@ def moved(values: Any) -> int:
 
 
 class Fused(torch.autograd.Function):
-    """A compiled function that autograd differentiates: backward is one of its own, which makes again what it needs."""
+    """A compiled function that autograd differentiates: its backward is a separate one, which recomputes its inputs."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -197,7 +197,7 @@ def step(
     policy: Policy = Policy(),
     micro_batches: int = 1,
 ) -> Counted:
-    """A rank's forward and backward of so many micro-batches."""
+    """A rank's forward and backward of several micro-batches."""
     mesh, launched = Mesh(cuboid, world.rank, "cuda:0"), list[tuple[str, str]]()
     plain = mesh.ledger.launched
 

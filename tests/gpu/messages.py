@@ -90,7 +90,9 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         if self.rank() not in ranks:
             return None
         opts._timeout = timeout or opts._timeout
-        store = dist.PrefixStore(f"{self._splits} {group_name}/", self._store)  # names come again when groups go
+        store = dist.PrefixStore(
+            f"{self._splits} {group_name}/", self._store
+        )  # names are reused when groups are closed
         made = ProcessGroupNCCL(store, list(ranks).index(self.rank()), len(ranks), opts)
         made._set_group_name(group_name)
         return made

@@ -16,7 +16,7 @@ def test_gpu_verify_finds_the_cuboid_exact(emulate: Emulate, tmp_path: Path) -> 
 
 
 def test_gpu_run_is_the_cpus(emulate: Emulate, tmp_path: Path) -> None:
-    """Trained, gone on with on another cuboid, sampled from, evaluated, exported and loaded again."""
+    """Trained, resumed on another cuboid, sampled from, evaluated, exported and loaded."""
     found = emulate("values.py", "train", str(tmp_path))
     gpu, cpu = found["cuda"], found["cpu"]
     assert len(gpu["first"]) == len(gpu["again"]) == 5
