@@ -152,4 +152,4 @@ def test_train_cli_rejects_trace_longer_than_run(cuboid: Cuboid, tmp_path: Path)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     again = cuboid(*words, "--trace", 2)  # it goes on by itself, as it must be able to
     assert again.code == 0
-    assert "no trace: 0 steps were taken" in again.out
+    assert "no trace: 0 steps were run" in again.out

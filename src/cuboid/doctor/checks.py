@@ -213,7 +213,7 @@ def storage(folder: str, seen: Mapping[str, bool], free: float, size: float, fau
     if free < size:
         return Finding("storage", "error", said, "free some, or set logging.folder to a larger disk", figures)
     if free < 3 * size:  # two that are kept, and one being written
-        remedy = "room for three is wanted: two that are kept and one being written; or checkpoint.keep=1"
+        remedy = "make room for three, two that are kept and one being written; or set checkpoint.keep=1"
         return Finding("storage", "warning", said, remedy, figures)
     return Finding("storage", "ok", said, figures=figures)
 

@@ -421,7 +421,7 @@ def run_on_rank(
     if trainer.recorder is not None:  # stopped
         keep_trace(trainer, trainer.recorder, folder)
     if trace and trainer.done <= first + WARM:
-        console.print(f"no trace: {trainer.done - first} steps were taken, and {WARM} come before the first of it")
+        console.print(f"no trace: {trainer.done - first} steps were run, and tracing begins after {WARM}")
     if world.watch is not None:
         world.watch.step = 0
     if last != trainer.done and not stop:

@@ -42,7 +42,7 @@ class Use:
         return cls(weights, gradients, state, model_flops(work) / mesh.cuboid.ranks, peak)
 
     def told(self, report: StepReport, seconds: float) -> StepReport:
-        """The report of a step that took so long, with these."""
+        """The report of a step that took `seconds`, with FLOP/s and memory."""
         reached = self.flops / seconds
         return replace(
             report,
