@@ -13,7 +13,7 @@ from cuboid.baselines.serial import Serial
 from cuboid.comm.collectives import all_reduce, gather_pieces
 from cuboid.device import is_gpu
 from cuboid.layers.loss import Loss
-from cuboid.layers.randomness import key_of, normal
+from cuboid.layers.randomness import key_of, normal, normal_quantiles
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import shard_of
 from cuboid.mesh.mesh import Mesh
@@ -146,12 +146,12 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def unsettle(model: Transformer, seed: int) -> None:
     """Move norms away from one and biases from zero, because a misplaced slice of equal values would not be noticed."""
-    mesh = model.parallel.mesh
+    mesh, quantiles = model.parallel.mesh, normal_quantiles()
     for name, parameter, d in declared(model):
         if not d.std:
             ranges = d.spec.ranges(mesh.cuboid, mesh.coordinates)
             shard = shard_of(parameter)
-            shard.add_(normal(key_of(seed, f"{name} moved"), d.spec.shape, ranges, 0.1).to(shard))
+            shard.add_(normal(key_of(seed, f"{name} moved"), d.spec.shape, ranges, 0.1, quantiles).to(shard))
 
 
 def saved_bytes(memory: Memory, loss: Tensor, expected: int | None) -> int:

@@ -32,10 +32,10 @@ def mix(h: Tensor) -> Tensor:
     return h ^ _shift(h, 31)
 
 
-def _normal_quantiles() -> Tensor:
+def normal_quantiles() -> Tensor:
     """The standard normal at the middles of 2^16 equally likely intervals, scaled to a variance of exactly one.
 
-    Made anew each time: a tensor kept from a real run could not be used in a dry one.
+    No module keeps it: a tensor kept from a real run could not be used in a dry one.
     """
     n = 1 << _TABLE_BITS
     p = (torch.arange(n, dtype=torch.float64) + 0.5) / n
@@ -43,8 +43,12 @@ def _normal_quantiles() -> Tensor:
     return z / z.square().mean().sqrt()
 
 
-def normal(key: int, shape: tuple[int, ...], ranges: tuple[tuple[int, int], ...], std: float) -> Tensor:
-    """The slice `ranges` of a normal tensor of the global `shape`, in fp64 on the CPU, without making the rest."""
+def normal(
+    key: int, shape: tuple[int, ...], ranges: tuple[tuple[int, int], ...], std: float, quantiles: Tensor | None = None
+) -> Tensor:
+    """The slice `ranges` of a normal tensor of the global `shape`, in fp64 on the CPU, without making the rest.
+
+    `quantiles`: those of `normal_quantiles`, which take longer than a small tensor's values."""
     (top, bottom), *rest = ranges
     columns = torch.zeros(1, dtype=torch.int64)
     for n, (start, stop) in zip(shape[1:], rest, strict=True):
@@ -53,7 +57,7 @@ def normal(key: int, shape: tuple[int, ...], ranges: tuple[tuple[int, int], ...]
     slice_shape = tuple(stop - start for start, stop in ranges)
     out = torch.empty(bottom - top, columns.numel(), dtype=torch.float64)
     step = max(1, _CHUNK // max(1, columns.numel()))
-    table = _normal_quantiles() * std
+    table = (normal_quantiles() if quantiles is None else quantiles) * std
     for row in range(top, bottom, step):
         rows = torch.arange(row, min(row + step, bottom))
         index = rows[:, None] * width + columns

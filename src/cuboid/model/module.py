@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cuboid.layers.randomness import key_of, normal
+from cuboid.layers.randomness import key_of, normal, normal_quantiles
 from cuboid.mesh.layout import Spec, shard_of
 from cuboid.model.parallel import Parallel, Role
 
@@ -103,9 +103,10 @@ def declared(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Declared]]:
 @torch.no_grad()
 def initialise(module: nn.Module, seed: int) -> None:
     """Sets initial values by seed, name and global index: the same on every cuboid. A rank makes only its shards."""
+    quantiles = normal_quantiles()
     for name, parameter, (spec, std, mean) in declared(module):
         shard = shard_of(parameter).fill_(mean)
         if std:
             mesh = next(m for m in module.modules() if isinstance(m, Module)).parallel.mesh
             ranges = spec.ranges(mesh.cuboid, mesh.coordinates)
-            shard.add_(normal(key_of(seed, name), spec.shape, ranges, std).to(shard))
+            shard.add_(normal(key_of(seed, name), spec.shape, ranges, std, quantiles).to(shard))

@@ -16,7 +16,7 @@ from cuboid.comm.flight import Steps
 from cuboid.layers.activation import gelu, swiglu
 from cuboid.layers.product import Affine
 from cuboid.layers.randomness import key_of
-from cuboid.mesh.layout import Spec, shard_of
+from cuboid.mesh.layout import Spec, convert, shard_of
 from cuboid.mesh.place import Place
 from cuboid.model.freeze import matching
 from cuboid.model.module import Module, declared, initialise
@@ -260,7 +260,8 @@ class Model(nn.Module):
         for path, module in self.named_modules():
             found = module._parameters
             self._known += [(f"{path}.{name}", found, name, p) for name, p in found.items() if p is not None]
-        super()._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+        for parameter in self.parameters():
+            convert(parameter, dtype)
         self.lanes = mesh.lanes(wraps or self.split.last >= mesh.pipe.size)
         self._run(segments)  # before values exist: buckets move the shards, and empty memory costs nothing
         if seed is not None:
