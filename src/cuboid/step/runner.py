@@ -62,7 +62,7 @@ class At:
         place: Which tokens of the batch they are.
         targets: This rank's targets, `[s, b]`.
         loss: Options of the loss, `Loss` for cross entropy.
-        seed: Of dropout; None: there is none.
+        seed: Of dropout, or the keys made of it, which layers find here; None: there is none.
         train: Whether backward will follow.
         lowest: Whether nothing before this layer is trained, so that no gradient of its input is needed.
         caches: Keys and values of tokens seen before, by layer.
@@ -71,7 +71,7 @@ class At:
     place: Place
     targets: Tensor | None = None
     loss: Any = None
-    seed: int | None = None
+    seed: int | Mapping[str, Tensor] | None = None
     train: bool = True
     lowest: bool = False
     caches: dict[Any, Any] | None = None
