@@ -190,6 +190,7 @@ def residual_dropout(config: ModelConfig, name: str, fuse: Fuse = plain) -> Laye
     def drop(at: At, X: Tensor) -> Tensor:
         if at.seed is None:
             return X
+        assert not isinstance(at.seed, int), "the model has made keys of it"
         return fuse(dropout)(X, config.dropout, at.seed[name], at.place.residual)
 
     return diagonal(drop)
