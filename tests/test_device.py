@@ -116,12 +116,20 @@ def test_host_copies_on_cpu_are_there_at_once() -> None:
     assert at_once is x  # nothing is computed until it is written
 
 
-def test_upload_goes_through_page_locked_memory_without_waiting(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[Any]()
-    monkeypatch.setattr(Tensor, "to", lambda x, *where, **how: asked.append((where, how)) or x)
-    upload(torch.ones(2), GPU)
+def test_upload_goes_through_page_locked_memory_without_waiting(told: Told) -> None:
+    copied = list[Any]()
+
+    class Out(Tensor):
+        device = GPU
+
+        def copy_(self, x: Tensor, non_blocking: bool = False) -> Tensor:
+            copied.append((type(x).__name__, non_blocking))
+            return super().copy_(x.as_subclass(Tensor))
+
+    out = upload(torch.ones(2), torch.zeros(2).as_subclass(Out))
     assert told[0] == "page-locked memory"
-    assert asked == [((GPU,), {"non_blocking": True})]
+    assert copied == [("Locked", True)]
+    assert out.tolist() == [1, 1]
 
 
 def writes(world: World, config: TrainConfig, folder: Path) -> list[str]:

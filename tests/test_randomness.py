@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.layers.randomness import dropout, key_of, normal
+from cuboid.layers.randomness import Keys, dropout, key_of, normal
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
 from cuboid.run.launch import Pool, World
@@ -56,6 +56,13 @@ def test_normal_values_are_gaussian_and_independent() -> None:
 
 def test_key_of_differs_by_seed_and_name() -> None:
     assert len({key_of(seed, name) for seed in range(10) for name in ("a", "b", "ab")}) == 30
+
+
+def test_keys_are_written_where_they_lie() -> None:
+    keys = Keys(1, torch.device("cpu"))
+    a = keys["a"]
+    keys.write(2)
+    assert (keys["a"] is a, int(a), int(keys["b"])) == (True, key_of(2, "a"), key_of(2, "b"))
 
 
 def index_of(spec: Spec, cuboid: Cuboid, rank: int) -> Index:

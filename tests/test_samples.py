@@ -134,9 +134,13 @@ def test_loader_prefetch_serves_same_batches_and_keeps_no_others() -> None:
     ahead.prefetch([0, 1])
     ahead.prefetch([1, 2])  # 0 is no longer wanted
     assert reads == [[0, 1], [2, 3], [2, 3], [4, 5]]
-    for step in (1, 2, 0):
-        assert all(map(torch.equal, ahead(step), wanted[step]))
+    found = {step: ahead(step) for step in (1, 2, 0)}
+    assert all(all(map(torch.equal, batch, wanted[step])) for step, batch in found.items())
     assert reads[4:] == [[0, 1]]
+    ahead.prefetch([3])
+    last = ahead(3)
+    assert last.tokens.data_ptr() == found[1].tokens.data_ptr()  # the same memory again
+    assert all(map(torch.equal, last, wanted[3]))
 
 
 def test_samples_resumed_stream_is_tail_of_whole() -> None:

@@ -135,10 +135,10 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def upload(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device without waiting: a GPU reads it from page-locked memory, which PyTorch does not
-    reuse before that."""
-    return page_locked(x).copy_(x).to(device, non_blocking=True) if is_gpu(device) else x.to(device)
+def upload(x: Tensor, out: Tensor) -> Tensor:
+    """Copy a host tensor to one of a device without waiting: a GPU reads it from page-locked memory, which PyTorch does
+    not reuse before that."""
+    return out.copy_(page_locked(x).copy_(x) if is_gpu(out.device) else x, non_blocking=True)
 
 
 def page_locked(like: Tensor) -> Tensor:

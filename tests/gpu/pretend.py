@@ -43,7 +43,10 @@ class Wait:
 waits: list[Wait] = []
 #: Called with each operator on a device, what it reads and what it writes, before it runs.
 watchers: list[Callable[[str, list[Tensor], list[Tensor]], None]] = []
-
+#: Streams beside the device's own, in which work is launched.
+beside: list["Stream"] = []
+#: Called when the device's own stream has come to wait for them.
+held: list[Callable[[], None]] = []
 
 launched = caught_up = 0  # events in the device's stream, and up to which the host has waited for it
 
@@ -79,10 +82,11 @@ class Plan:
 
 @cache
 def plan_of(op: Any) -> Plan:
-    schema, places = op._schema, dict[frozenset[str], int | str]()
+    schema, written, places = op._schema, list[int | str](), dict[frozenset[str], int | str]()
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            places[frozenset(argument.alias_info.before_set)] = argument.name if argument.kwarg_only else i
+            written.append(argument.name if argument.kwarg_only else i)
+            places[frozenset(argument.alias_info.before_set)] = written[-1]  # lists, which are not returned, have none
     returned = [
         places.get(frozenset(each.alias_info.before_set)) if each.alias_info is not None else None
         for each in schema.returns
@@ -90,7 +94,7 @@ def plan_of(op: Any) -> Plan:
     name = schema.name.partition("::")[2]
     views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
     numbers = frozenset(i for i, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor")
-    return Plan(name, tuple(places.values()), tuple(returned), views or name in UNREAD, numbers)
+    return Plan(name, tuple(written), tuple(returned), views or name in UNREAD, numbers)
 
 
 UNREAD = {f"{new}empty{how}" for new in ("", "new_") for how in ("", "_like", "_strided")} | {"is_same_size"}
@@ -253,13 +257,21 @@ class Event(emulated.Event):
 
 
 class Stream(emulated.Stream):
+    def __enter__(self) -> "Stream":
+        beside.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        beside.remove(self)
+
     def record_event(self, event: Any = None) -> Event:
         made = event or Event()
         made.record()
         return made
 
     def wait_event(self, event: Event) -> None:
-        pass
+        for tell in held:
+            tell()
 
     def synchronize(self) -> None:
         note("stream.synchronize")

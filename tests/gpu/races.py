@@ -1,11 +1,14 @@
 """Steps on pretended devices, watched for what NCCL's streams forbid: between the launch of a collective and its wait,
-reading what it writes, or writing what it reads or writes. As JSON for test_races.py: `races.py planted`, or `steps`
-and names of cases."""
+reading what it writes, or writing what it reads or writes. Likewise for a checkpoint's copies, which have a stream of
+their own, and the steps after them. As JSON for test_races.py: `races.py planted`, `checkpoint FOLDER`, or `steps` and
+names of cases."""
 
 import messages  # noqa: I001  before torch
 
 import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +18,7 @@ import pretend
 from chosen import chosen
 from cuboid.comm.flight import Launched
 from cuboid.comm.transport.nccl import Nccl
+from cuboid.device import HostCopies
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
@@ -24,6 +28,13 @@ from cuboid.run.errors import RankError
 from cuboid.run.launch import World, launch
 from cuboid.step.runner import At
 from cuboid.step.schedule import Schedule
+from cuboid.train.config import load
+from cuboid.train.loop import Trainer
+from cuboid.train.writer import Writer
+from values import settings
+
+
+COPY = "a copy to the host"
 
 
 class Race(RuntimeError):
@@ -56,16 +67,27 @@ class Detector:
         messages.launched.append(self.launch)
         messages.awaited.append(self.land)
         pretend.watchers.append(self.see)
+        pretend.held.append(self.hold)
+        self.copied = 0
 
     def launch(self, message: messages.Message) -> None:
         self.see(message.kind, message.reads, message.writes)
         self.launched += 1
         self.flying[id(message)] = message, [*map(span, message.reads)], [*map(span, message.writes)]
 
+    def hold(self) -> None:
+        """The copies beside are complete before what follows."""
+        self.flying = {i: each for i, each in self.flying.items() if each[0].kind != COPY}
+
     def land(self, message: messages.Message) -> None:
         self.flying.pop(id(message), None)
 
     def see(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+        if pretend.beside:
+            self.copied += 1
+            message = messages.Message(COPY, reads, writes)
+            self.flying[id(message)] = message, [*map(span, reads)], [*map(span, writes)]
+            return
         if not self.flying:
             return
         ours = [(span(x), "reads") for x in reads] + [(span(x), "writes") for x in writes]
@@ -123,6 +145,20 @@ def step(world: World, name: str, planted: str = "") -> int:
     return detector.launched
 
 
+def checkpointed(world: World, changes: list[str], folder: Path, planted: str) -> int:
+    """The number of copies of a checkpoint, after which two steps follow."""
+    trainer = Trainer(load(None, changes), world)
+    writer = Writer(folder, trainer.model, keep=0, background=True)
+    plant(planted)
+    detector = Detector()
+    trainer.step()
+    writer.save(1, trainer.optimizer, trainer.state())
+    for _ in range(2):
+        trainer.step()
+    writer.wait()
+    return detector.copied
+
+
 def plant(fault: str) -> None:
     """From here on, on this rank."""
     if fault == "a wait removed":
@@ -145,21 +181,27 @@ def plant(fault: str) -> None:
             return works, land
 
         Nccl.reduce_scatter = read  # type: ignore[method-assign]
+    elif fault == "a step not held":
+        HostCopies.hold = lambda self: None  # type: ignore[method-assign]
 
 
 FAULTS = ("a wait removed", "an input written", "an output read")
 
 
-def said(name: str, fault: str = "") -> Any:
+def said(run: Callable[..., Any], ranks: int, *args: Any) -> Any:
     try:
-        return launch(step, CASES[name][1].ranks, [name, fault])
+        return launch(run, ranks, args)
     except RankError as error:
         return str(error)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "steps":
-        found = {name: said(name) for name in chosen(sys.argv[2:], CASES)}
+        found = {name: said(step, CASES[name][1].ranks, name) for name in chosen(sys.argv[2:], CASES)}
+    elif sys.argv[1] == "checkpoint":
+        folder = Path(sys.argv[2])
+        changes = settings(folder, "schedule.steps=5", "cuboid.x=2", "cuboid.y=1", "cuboid.z=1")
+        found = {fault: said(checkpointed, 2, changes, folder / fault, fault) for fault in ("", "a step not held")}
     else:
-        found = {fault: said("bf16", fault) for fault in FAULTS}
+        found = {fault: said(step, 2, "bf16", fault) for fault in FAULTS}
     print(json.dumps(found))

@@ -38,14 +38,31 @@ def test_gpu_calibration_is_sane(emulate: Emulate, tmp_path: Path) -> None:
     assert all(link["bandwidth"] > 0 for link in found["inside"].values())
 
 
-def test_gpu_step_waits_for_its_device_once(emulate: Emulate, tmp_path: Path) -> None:
-    for cuboid, steps in emulate("values.py", "waits", str(tmp_path))["cuda"].items():
-        for inside, whole in steps:
+@pytest.mark.slow
+def test_gpu_bench_finds_one_loss_and_the_formulas_bytes(emulate: Emulate, tmp_path: Path) -> None:
+    rows = emulate("values.py", "bench", str(tmp_path))["cuda"]
+    assert len(rows) >= 4
+    for row in rows:
+        assert row["bytes_equal_formula"], row["layout"]
+        assert row["loss"] == pytest.approx(rows[0]["loss"]), row["layout"]
+        assert row["spread"]["step"]["median"] > 0, row["layout"]
+
+
+def test_gpu_step_waits_for_its_device_once_and_repeats_itself(emulate: Emulate, tmp_path: Path) -> None:
+    """A CUDA graph of one step's forward and backward would compute the next."""
+    for cuboid, found in emulate("values.py", "steps", str(tmp_path))["cuda"].items():
+        for inside, whole in found["waits"]:
             assert inside == [], cuboid
             assert len(whole) <= 1, (cuboid, whole)
+        assert found["calls"] > 200, cuboid
+        assert found["otherwise"] == [], cuboid
+        before, after = found["scales"]
+        assert after == 2 * before or cuboid != "1,1,2"  # what is not a graph's has changed
 
 
 def test_gpu_faults_are_noticed(emulate: Emulate, tmp_path: Path) -> None:
     found = emulate("values.py", "planted", str(tmp_path))["cuda"]
     assert "Expected all tensors to be on the same device" in found["a host's tensor"][-1]
-    assert found["a value read back"][0][0]
+    assert found["a value read back"]["waits"][0][0]
+    assert "aten.mul.Tensor" in found["a number of the step"]["otherwise"][0]
+    assert "lies elsewhere" in found["a new tensor"]["otherwise"][0]

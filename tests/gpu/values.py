@@ -1,5 +1,5 @@
 """Commands on pretended devices and on the CPU, as JSON for test_values.py: `values.py WHAT FOLDER`, of verify, train,
-calibrate, waits and planted."""
+calibrate, bench, steps and planted."""
 
 import messages  # noqa: F401, I001  before torch
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 import emulated
 import pretend
+from tape import Tape
 from cuboid.cli import app
 from cuboid.layers.attend import Attend
 from cuboid.mesh.cuboid import Cuboid
@@ -105,51 +106,71 @@ def calibrated(folder: Path, kind: str) -> dict[str, Any]:
     return json.loads((folder / f"{kind}.json").read_text())
 
 
-def waited(world: World, changes: list[str], planted: str = "") -> list[list[list[str]]]:
-    """Of each step, what the host waits for in forward and backward, and in all."""
+def benched(folder: Path, kind: str) -> list[Any]:
+    """Our layouts side by side. PyTorch's own resize storages, which pretended devices cannot."""
+    sizes = {"ranks": 2, "layers": 1, "hidden": 32, "heads": 4, "vocab": 32, "batch": 4, "seq": 8}
+    words = [word for name, value in {**sizes, "rounds": 1, "steps": 1}.items() for word in (f"--{name}", value)]
+    cuboid("bench", "layouts", *words, "--only", "1-D", "--only", "cuboid", "--out", folder / f"{kind} bench")
+    (path,) = (folder / f"{kind} bench").glob("*.json")
+    rows: list[Any] = json.loads(path.read_text())["rows"]
+    return rows
+
+
+def steps(world: World, changes: list[str], planted: str = "") -> dict[str, Any]:
+    """Three steps: what the host waits for in forward and backward of each, and in all; and what the last does
+    otherwise than a CUDA graph of the one before would."""
     attend = Attend._attend
 
     def faulty(*args: Any) -> Tensor:
         Y = attend(*args)
-        return Y + torch.zeros(Y.shape[-1]) if planted == "a host's tensor" else Y * float(Y.isfinite().all())
+        if planted == "a host's tensor":
+            return Y + torch.zeros(Y.shape[-1])
+        return Y * float(Y.isfinite().all()) if planted == "a value read back" else Y * (trainer.done + 1)
 
-    if planted:
+    if planted not in ("", "a new tensor"):
         Attend._attend = faulty  # type: ignore[method-assign]
-    trainer, found = Trainer(load(None, changes), world), []
+    trainer, waits, tapes = Trainer(load(None, changes), world), list[Any](), list[Tape]()
+    if planted == "a new tensor":
+        trainer.batches.prefetch = lambda steps: None  # type: ignore[method-assign]
     play = trainer.model.play
 
     def played(*args: Any, **options: Any) -> Any:
         before = len(pretend.waits)
-        out = play(*args, **options)
+        with Tape() as tape:
+            out = play(*args, **options)
+        tapes.append(tape)
         inside.extend(pretend.waits[before:])
         return out
 
     trainer.model.play = played  # type: ignore[method-assign]
-    for _ in range(2):
+    for _ in range(3):
         inside: list[pretend.Wait] = []
         pretend.waits.clear()
         trainer.step()
         both = inside, pretend.waits
-        found.append([[f"{each.what} at {each.where}" for each in waits if not each.alone] for waits in both])
-    return found
+        waits.append([[f"{each.what} at {each.where}" for each in found if not each.alone] for found in both])
+    _, one, two = tapes
+    scales = [float(trainer.factor), trainer.scale.scale]
+    return {"waits": waits, "calls": len(one.calls), "otherwise": one.differences(two), "scales": scales}
 
 
-def waits(folder: Path, kind: str) -> dict[str, Any]:
-    """Of a rank of each cuboid."""
-    more = {"2,1,1": ["precision.dtype=bf16"], "1,1,2": ["data.micro_batches=2", "memory.recompute=full"]}
+def stepped(folder: Path, kind: str) -> dict[str, Any]:
+    """Of a rank of each cuboid. The scale of fp16's loss changes in each step."""
+    fp16 = "precision.dtype=fp16", "precision.loss_scale=8", "precision.growth_interval=1"
+    more = {"2,1,1": ["precision.dtype=bf16"], "1,1,2": ["data.micro_batches=2", "memory.recompute=full", *fp16]}
     found: dict[str, Any] = {}
     for each, changes in more.items():
         sizes = [f"cuboid.{axis}={size}" for axis, size in zip("xyz", each.split(","), strict=True)]
-        found[each] = launch(waited, 2, [settings(folder, "schedule.steps=5", *sizes, *changes)])[0]
+        found[each] = launch(steps, 2, [settings(folder, "schedule.steps=5", *sizes, *changes)])[0]
     return found
 
 
 def planted(folder: Path, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     sizes = settings(folder, "schedule.steps=5", "cuboid.x=1", "cuboid.y=1", "cuboid.z=1")
-    for fault in ("a host's tensor", "a value read back"):
+    for fault in ("a host's tensor", "a value read back", "a number of the step", "a new tensor"):
         try:
-            found[fault] = launch(waited, 1, [sizes, fault])[0]
+            found[fault] = launch(steps, 1, [sizes, fault])[0]
         except RankError as error:
             found[fault] = str(error).splitlines()
     return found
@@ -159,7 +180,8 @@ COMMANDS: dict[str, Callable[[Path, str], Any]] = {
     "verify": verified,
     "train": trained,
     "calibrate": calibrated,
-    "waits": waits,
+    "bench": benched,
+    "steps": stepped,
     "planted": planted,
 }
 

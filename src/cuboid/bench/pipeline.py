@@ -27,7 +27,7 @@ from cuboid.bench.planned import predicted
 from cuboid.bench.plot import Bubble, draw_bubbles
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import MOST_CPU, BenchReport, Spread
-from cuboid.bench.turn import device_of, now
+from cuboid.bench.turn import data_of, device_of, now
 from cuboid.emulate.slow_motion import SlowMotion, parse
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
@@ -129,7 +129,7 @@ def play(
 ) -> tuple[list[PlayedStep], bool]:
     """Steps of one rank; whether calls and bytes are the formula's. Before them connections are opened and memory is
     made or, on an emulated device, what operations cost is found out."""
-    found, as_predicted, tokens = list[PlayedStep](), True, problem.data()
+    found, as_predicted = list[PlayedStep](), True
     marks, begun = list[tuple[str, float]](), 0.0
     core = on_a_core(world) if slow is None else nullcontext()
     with core, closing(ModelRunner(layout, problem, world)) as runner, device_of(slow, world) as device:
@@ -140,7 +140,8 @@ def play(
         def told(moves: Sequence[Move]) -> None:
             marks.append(("+".join(move.kind for move in moves), busy()))
 
-        runner.forward(*problem.data(1 if device is not None else SEQ))
+        tokens = data_of(problem, runner)
+        runner.forward(*data_of(problem, runner, 1 if device is not None else SEQ))
         if device is not None:
             with device.rehearsal():
                 runner.forward(*tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch.distributed as dist
+from torch import Tensor
 
 from cuboid.bench.layouts import Layout, LayoutRunner
 from cuboid.bench.problem import Problem
@@ -66,13 +67,13 @@ def count(world: World, layout: Layout, problem: Problem, slow: SlowMotion | Non
     try:
         with device_of(slow and slow.instant(), world):
             with memory if metered else nullcontext(), runner.counted():
-                loss = runner.forward(*problem.data())
+                loss = runner.forward(*data_of(problem, runner))
                 loss.backward()
             traffic, flops = runner.ledger.counts(), predicted.flops
             if layout.native:
                 runner.optimizer.zero_grad()
                 with count_flops() as counter, runner.counted():
-                    runner.forward(*problem.data()).backward()
+                    runner.forward(*data_of(problem, runner)).backward()
                 flops = counter.get_total_flops()
         parameters = sum(shard_of(p).nbytes for p in runner.module.parameters())
         peak = memory.peak + 2 * parameters if metered else 0
@@ -104,8 +105,14 @@ def turn(
         runner.close()
 
 
+def data_of(problem: Problem, runner: LayoutRunner, seq: int = 0) -> list[Tensor]:
+    """Tokens and targets, on the runner's device."""
+    device = next(runner.module.parameters()).device
+    return [each.to(device) for each in problem.data(seq)]
+
+
 def take_step(runner: LayoutRunner, problem: Problem, seq: int) -> None:
-    runner.forward(*problem.data(seq)).backward()
+    runner.forward(*data_of(problem, runner, seq)).backward()
     update(runner)
 
 
@@ -116,7 +123,7 @@ def update(runner: LayoutRunner) -> None:
 
 
 def timed_step(runner: LayoutRunner, problem: Problem, world: World, device: Emulated | None = None) -> Times:
-    data = problem.data()
+    data = data_of(problem, runner)
     runner.ledger.reset()
     now(device)
     dist.barrier()

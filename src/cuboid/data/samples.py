@@ -86,15 +86,24 @@ class Loader:
         # Once, not in each step, because the host waits for the device here.
         self._rows, self._positions = place.samples.cpu(), place.positions.cpu()
         self._ahead: dict[int, Batch] = {}
+        self._fixed: list[Tensor] = []  # where batches are prefetched to
 
     def __call__(self, step: int) -> Batch:
-        return self._ahead.pop(step) if step in self._ahead else self._load(step)
+        if step in self._ahead:
+            return self._ahead.pop(step)
+        both = self._read(step)
+        return Batch(*upload(both, torch.empty_like(both, device=self._device)).unbind())
 
     def prefetch(self, steps: Iterable[int]) -> None:
-        """Read these batches, and start copying them to the device, before they are asked for; drop any others."""
-        self._ahead = {step: self._load(step) for step in steps}
+        """Read these batches, and start copying them to the device, before they are asked for; drop any others. They
+        come in the same tensors each time: nothing may still need a batch that was prefetched earlier."""
+        self._ahead = {}
+        for place, step in enumerate(steps):
+            both = self._read(step)
+            if place == len(self._fixed):
+                self._fixed.append(torch.empty_like(both, device=self._device))
+            self._ahead[step] = Batch(*upload(both, self._fixed[place]).unbind())
 
-    def _load(self, step: int) -> Batch:
+    def _read(self, step: int) -> Tensor:
         numbers = torch.where(self._rows < self._batch, step * self._batch + self._rows, _NONE)
-        both = torch.stack(self.samples.read(numbers, self._positions))
-        return Batch(*upload(both, self._device).unbind())
+        return torch.stack(self.samples.read(numbers, self._positions))

@@ -20,6 +20,24 @@ def key_of(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+class Keys(dict[str, Tensor]):
+    """By name the key of a seed, on the device. Tensors stay the same when another seed is written into them, so that
+    what reads them can be repeated as it is."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self._seed, self._device = seed, device
+
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = torch.full((), key_of(self._seed, name), device=self._device)
+        return self[name]
+
+    def write(self, seed: int) -> None:
+        self._seed = seed
+        for name, key in self.items():
+            key.fill_(key_of(seed, name))
+
+
 def _shift(h: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64."""
     return (h >> bits) & ((1 << (64 - bits)) - 1)

@@ -28,7 +28,7 @@ from cuboid.layers.head import HeadLoss
 from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
 from cuboid.layers.product import Affine, Product
-from cuboid.layers.randomness import dropout, key_of
+from cuboid.layers.randomness import dropout
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, round_up, shard_range
 from cuboid.mesh.mesh import Mesh
@@ -190,8 +190,8 @@ def residual_dropout(config: ModelConfig, name: str, fuse: Fuse = plain) -> Laye
     def drop(at: At, X: Tensor) -> Tensor:
         if at.seed is None:
             return X
-        key = torch.full((), key_of(at.seed, name), device=X.device)  # torch.compile would specialise on a number
-        return fuse(dropout)(X, config.dropout, key, at.place.residual)
+        assert not isinstance(at.seed, int), "the model has made keys of it"
+        return fuse(dropout)(X, config.dropout, at.seed[name], at.place.residual)
 
     return diagonal(drop)
 

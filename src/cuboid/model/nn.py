@@ -15,7 +15,7 @@ from cuboid.comm.collectives import all_reduce, from_all
 from cuboid.comm.flight import Steps
 from cuboid.layers.activation import gelu, swiglu
 from cuboid.layers.product import Affine
-from cuboid.layers.randomness import key_of
+from cuboid.layers.randomness import Keys, key_of
 from cuboid.mesh.layout import Spec, convert, shard_of
 from cuboid.mesh.place import Place
 from cuboid.model.freeze import matching
@@ -381,18 +381,18 @@ class Model(nn.Module):
     def dropout_seed(self, seed: int) -> None:
         self.dropout_state.copy_(torch.tensor([seed, 0]))
 
-    def _dropout(self, seed: int | None) -> int | None:
-        """The seed of one forward, the same on every cuboid; None: no dropout."""
+    def _dropout(self, seed: int | Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
+        """The keys of one forward's dropout, the same on every cuboid; None: no dropout."""
         if not self.training or not self.parallel.config.dropout:
             return None
         if seed is None:
             own, forwards = self.dropout_state.tolist()
             seed = key_of(own, f"dropout.{forwards}")
             self.dropout_state[1] += 1
-        return seed
+        return Keys(seed, self.parallel.mesh.device) if isinstance(seed, int) else seed
 
     def play(
-        self, batches: Sequence[tuple[Tensor, At]], order: Order | None = None, scale: float = 1.0
+        self, batches: Sequence[tuple[Tensor, At]], order: Order | None = None, scale: float | Tensor = 1.0
     ) -> list[Tensor]:
         """Forward and backward of several micro-batches. The gradient of `scale` times the mean of their losses is
         added to the parameters', as `backward()` does, and summed over replicas once.
@@ -400,7 +400,7 @@ class Model(nn.Module):
         Args:
             batches: This rank's inputs of each micro-batch, and their `At`.
             order: The order of their forwards and backwards; None: the schedule's.
-            scale: A factor of the loss.
+            scale: A factor of the loss; a tensor is read on the device.
 
         Returns:
             The losses of the micro-batches.

@@ -47,7 +47,7 @@ class Player:
 
     @torch.no_grad()
     def play(
-        self, batches: Sequence[Batch], orders: Sequence[Order], scale: float = 1.0, lowest: int = 0
+        self, batches: Sequence[Batch], orders: Sequence[Order], scale: float | Tensor = 1.0, lowest: int = 0
     ) -> list[Tensor]:
         """Run forward and backward of several micro-batches, in an order per place of the pipe, and return the losses.
         Adds the gradient of `scale` times the mean loss to the parameters, as `backward()` would. Stages below `lowest`
@@ -70,7 +70,7 @@ class Player:
         clock, postpone = Clock(), any(m.kind == "W" for moves in order for m in moves)
         defer = postpone or any(len(moves) > 1 for moves in order)
         sums = Sums({bucket: len(batches) * uses for bucket, uses in self.uses.items()})
-        dloss = torch.full((), scale / len(batches), dtype=torch.float64, device=self._like.device)
+        dloss = torch.ones((), dtype=torch.float64, device=self._like.device) * scale / len(batches)
         losses, passes, pending = dict[int, Any](), dict[tuple[int, int], Pass](), dict[Any, list[Gathered]]()
         for moves, coming in pairwise([*order, ()]):
             if self.on_moves is not None:

@@ -62,7 +62,7 @@ class At:
         place: Which tokens of the batch.
         targets: This rank's targets, `[s, b]`.
         loss: Options of the loss, `Loss` for cross entropy.
-        seed: Seed of dropout; None: no dropout.
+        seed: Seed of dropout, or its keys by layer, which is what layers read; None: no dropout.
         train: Whether backward will follow.
         lowest: Whether nothing below this layer is trained, so that it need not compute dX.
         caches: Keys and values of earlier tokens, by layer.
@@ -71,7 +71,7 @@ class At:
     place: Place
     targets: Tensor | None = None
     loss: Any = None
-    seed: int | None = None
+    seed: int | Mapping[str, Tensor] | None = None
     train: bool = True
     lowest: bool = False
     caches: dict[Any, Any] | None = None

@@ -16,9 +16,9 @@ from cuboid import data
 from cuboid.comm.collectives import from_all, from_first
 from cuboid.device import be_deterministic, peak_memory
 from cuboid.layers.loss import Loss
-from cuboid.layers.randomness import key_of
+from cuboid.layers.randomness import Keys, key_of
 from cuboid.mesh.layout import shard_of
-from cuboid.mesh.place import Index, Place
+from cuboid.mesh.place import Index
 from cuboid.model.config import ModelConfig
 from cuboid.model.freeze import matching, parameter_names
 from cuboid.model.generate import Sampling, generate
@@ -100,6 +100,10 @@ class Trainer:
         self.corpus = corpus_of(config, warn if world.rank == 0 else lambda _: None)
         parallel, d = layout(config, config.model_config(self.corpus.vocab), world), config.data
         self.place = parallel.place(d.batch // d.micro_batches, d.seq)
+        s, b, features = self.place.residual
+        # Of each micro-batch in the step's batch: by it, micro-batches drop out what the unsplit batch would.
+        inside = [Index(s, i * self.place.batch + b, features) for i in range(d.micro_batches)]
+        self.places = [replace(self.place, residual=each) for each in inside]
         self.origin = Origin.find(Path(config.model.pretrained)) if config.model.pretrained else None
         seed = config.seed if self.origin is None else None
         self.model = Transformer(parallel, seed, dtype, config.memory.recompute)
@@ -112,6 +116,9 @@ class Trainer:
         self.loss = Loss(label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss)
         fp16 = config.precision.dtype == "fp16"
         self.scale = LossScale(config.precision.loss_scale, config.precision.growth_interval) if fp16 else LossScale()
+        # What changes from step to step, besides the batches: written before a step, which reads it on the device.
+        self.factor = torch.ones((), dtype=torch.float64, device=world.device)  # of the loss
+        self.keys = Keys(0, world.device) if self.model.config.dropout else None
         self.guard, self.watch = Guard(config.guard), world.watch
         self.done = self.updates = 0
         self.use = Use.of(config, self.model, self.optimizer)
@@ -127,7 +134,7 @@ class Trainer:
         if self.watch is not None:
             self.watch.step = self.done + 1
         start, count = time.perf_counter(), config.data.micro_batches
-        losses = self.model.play(self.micro_batches(self.done, range(count)), scale=self.scale.scale)
+        losses = self.model.play(self.micro_batches(self.done, range(count)), scale=self.factor.fill_(self.scale.scale))
         total = torch.stack(losses).mean()
         if self.done + 1 < config.schedule.steps:  # while the device is at work, and before the host waits for it
             self.batches.prefetch(range((self.done + 1) * count, (self.done + 2) * count))
@@ -160,10 +167,11 @@ class Trainer:
     def micro_batches(self, step: int, which: Iterable[int]) -> list[tuple[Tensor, At]]:
         """The tokens of these micro-batches of a step, and what layers know of them."""
         config, found = self.config, []
-        seed = key_of(config.seed, f"dropout.{step}") if self.model.config.dropout else None
+        if self.keys is not None:
+            self.keys.write(key_of(config.seed, f"dropout.{step}"))
         for i in which:
             tokens, targets = self.batches(step * config.data.micro_batches + i)
-            found.append((tokens, At(self.place_of(i), targets, self.loss, seed)))
+            found.append((tokens, At(self.places[i], targets, self.loss, self.keys)))
         return found
 
     def _begin(self, phase: str) -> None:
@@ -183,11 +191,6 @@ class Trainer:
             self._begin("")
         self.recorder = None
         return recorder.end()
-
-    def place_of(self, micro_batch: int) -> Place:
-        """The place of a micro-batch in the step's batch, so that dropout is that of the unsplit batch."""
-        s, b, d = self.place.residual
-        return replace(self.place, residual=Index(s, micro_batch * self.place.batch + b, d))
 
     @torch.no_grad()
     def validate(self) -> float:

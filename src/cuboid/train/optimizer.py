@@ -103,7 +103,8 @@ def apply(
     """
     mesh, watch = model.parallel.mesh, model.parallel.mesh.watch
     local = torch.tensor([float(stop), watch.share() if watch else 0.0], dtype=torch.float64)
-    mine = torch.cat((torch.stack((model.gradient_square(), loss.double())), upload(local, mesh.device)))
+    told = upload(local, torch.empty_like(local, device=mesh.device))
+    mine = torch.cat((torch.stack((model.gradient_square(), loss.double())), told))
     total, losses, stops, odd = all_reduce(mine, mesh.world).wait().tolist()  # the host waits, once a step
     if odd and watch is not None:
         watch.disagree()
