@@ -95,7 +95,7 @@ class Progress:
     def _print(self) -> None:
         assert self._last is not None
         self._pending = False
-        self._console.print(Text("  ".join(["step", *self._parts(self._last).values()])), soft_wrap=True)
+        self._console.print(Text("step " + "  ".join(self._parts(self._last).values())), soft_wrap=True)
 
     def _parts(self, report: StepReport) -> dict[str, str]:
         """By name, each as wide in every step, so that lines are columns, of 100 characters at most in most runs. What
