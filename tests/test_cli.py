@@ -203,7 +203,7 @@ def test_train_cli_ctrl_c_finishes_step_and_saves(tmp_path: Path, cuboid: Cuboid
         code, out, err = command.said()
     assert code == 0, err
     assert err == ""
-    told = re.search(r"Stopped after step (\d+) of 1000000; all is saved. Go on with:\n  cuboid (.*)", out)
+    told = re.search(r"Stopped after step (\d+) of 1000000; all is saved. Resume with:\n  cuboid (.*)", out)
     assert told
     done = int(told[1])
     shown = json.loads((run / "trace.json").read_text())["traceEvents"]

@@ -250,7 +250,7 @@ def show(outcome: Outcome) -> None:
     traces = [(what, path) for what, path in traces if path.exists()]
     if not outcome.finished:
         console.print(
-            f"\nStopped after step {outcome.steps} of {outcome.of}; all is saved. Go on with:\n"
+            f"\nStopped after step {outcome.steps} of {outcome.of}; all is saved. Resume with:\n"
             f"  {started_as('train', '--resume', outcome.folder)}"
         )
         console.print(listed(traces), end="")
