@@ -51,7 +51,7 @@ def test_train_cli_writes_run_folder_and_summary(finished: tuple[Path, Said]) ->
     assert said.code == 0, said.err
     assert said.err == ""
     assert "\x1b" not in said.out
-    for words in ("step  4/4  loss", "a sample", "Validation loss", shlex.quote(str(run))):
+    for words in ("step 4/4  loss", "a sample", "Validation loss", shlex.quote(str(run))):
         assert words in said.out
     assert said.out.endswith(f"More text: cuboid sample {shlex.quote(str(run))} --prompt 'ab cd'\n")
     for what in ("run     ", "  checkpoint "):

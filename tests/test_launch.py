@@ -212,3 +212,24 @@ def test_port_in_use_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("error: rank 0 of 2 could not join the others at 127.0.0.1:"), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["closed port", "no store behind it"])
+def test_wrong_address_is_one_line(listens: bool, tmp_path: Path) -> None:
+    """PyTorch logs a C++ stack trace per attempt at a closed port, and waits endlessly for a server that is silent."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if listens:
+            other.listen()
+        where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
+        done = subprocess.run(
+            [sys.executable, "-m", "cuboid", "train", "--cuboid", "1,2,1", "--set", "watch.timeout=1"],
+            env=os.environ | where | {"LOCAL_RANK": "1"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=HUNG,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rank 1 of 2 could not join the others at 127.0.0.1:"), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr

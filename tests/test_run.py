@@ -174,10 +174,7 @@ def test_progress_prints_plain_lines_without_terminal() -> None:
     lines = shown(range(1, 13), total=12).splitlines()
     assert [line.split("/")[0].split()[-1] for line in lines if line.startswith("step")] == ["1", "6", "11", "12"]
     assert "\x1b" not in "".join(lines)
-    assert lines[0] == (
-        "step   1/12  loss  2.5000  grad     0.75  lr 1.00e-03  4.32k tok/s      0FLOP/s/device  exposed comm  25%  "
-        "ETA    0:11  memory  512MB"
-    )
+    assert lines[0] == ("step  1/12  loss  2.5000  grad   0.75  4.32k tok/s  exposed  25%   512MB  ETA    0:11")
     assert lines[1].startswith("saved [3] in /a folder")
     assert lines[1].endswith("of this")
     assert "skipped: not finite" in lines[2]
@@ -185,23 +182,17 @@ def test_progress_prints_plain_lines_without_terminal() -> None:
 
 
 def test_progress_lines_are_as_wide_whatever_their_numbers() -> None:
-    """Memory is told apart, and speed is a share of the peak where that is known."""
-    whole = replace(report(1), weights_bytes=1000, gradients_bytes=1000, optimizer_bytes=2000, flops_per_s=5e12)
-    many = [whole, replace(whole, loss=12.34567, grad_norm=1.234e-5, tokens_per_s=7, exposed=0, memory_bytes=999_600)]
-    many += [
-        replace(many[1], lr=0.5, grad_norm=123456.7, exposed=1.0, weights_bytes=123_456_789),
-        replace(whole, mfu=0.4),
-    ]
+    first = replace(report(1), weights_bytes=1000, gradients_bytes=1000, optimizer_bytes=2000, mfu=0.4)
+    many = [first, replace(first, loss=12.34567, grad_norm=1.234e-5, tokens_per_s=7, exposed=0, memory_bytes=999_600)]
+    many += [replace(many[1], lr=0.5, grad_norm=123456.7, exposed=1.0, memory_bytes=123_456_789_000, mfu=0.004)]
     out, clock = io.StringIO(), Clock()
-    with Progress(100_000, 0, Console(file=out, width=80), seconds=0, clock=clock) as progress:
+    with Progress(9_000, 0, Console(file=out, width=80), seconds=0, clock=clock) as progress:
         for each in many:
-            clock.now += 1e4
+            clock.now += 1
             progress.update(each)
     lines = out.getvalue().splitlines()
-    assert len({len(line) for line in lines[:3]}) == 1, lines
-    assert "memory  512MB  =    1kB weights +    1kB gradients +    2kB optimizer +  512MB rest" in lines[0]
-    assert "   5TFLOP/s/device" in lines[0]
-    assert "MFU 40.0%" in lines[3]
+    assert {len(line) for line in lines} == {100}, lines
+    assert "MFU 40.0%" in lines[0]
 
 
 def test_progress_prints_last_step_before_later_notes() -> None:
@@ -210,11 +201,11 @@ def test_progress_prints_last_step_before_later_notes() -> None:
         progress.update(report(1))
         progress.update(report(2))
         progress.note("validation")
-    assert [line.split("  ")[0].strip() for line in out.getvalue().splitlines()] == ["step", "step", "validation"]
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "step", "validation"]
 
 
 def test_progress_prints_last_step_of_interrupted_run() -> None:
-    assert "step   4/12" in shown(range(1, 5), total=12)
+    assert "step  4/12" in shown(range(1, 5), total=12)
 
 
 def test_progress_eta_of_resumed_run_uses_own_pace() -> None:

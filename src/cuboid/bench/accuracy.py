@@ -70,7 +70,7 @@ def accuracy(steps: int, out: Path, console: Console, only: Sequence[str] = ("",
     apart = {name: furthest(curves["serial"], losses) for name, losses in curves.items()}
     found = {"steps": steps, "largest_relative_difference_to_serial": apart, "losses": curves}
     report.write(out / "accuracy.json", found)
-    plot_curves(curves, out / "accuracy.png", f"{steps} steps of the demo's model, one curve a layout")
+    plot_curves(curves, out / "accuracy.png", f"{steps} steps of the demo's model, one curve per layout")
     for name, losses in curves.items():
         console.print(
             f"{name:16} loss {losses[0]:.4f} → {losses[-1]:.4f}, from serial's at most {apart[name]:.1e}",

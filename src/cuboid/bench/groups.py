@@ -105,7 +105,8 @@ def groups(
     gain = Gain.of(rows)
     _show(rows, gain, f"{ranks} ranks, {slow.hardware.node} per host, {slow.links.group} hosts per group", console)
     names, steps = [row.layout.name for row in rows], [row.spread("step") for row in rows]
-    title = f"Two groups of hosts, their link {slow.links.uplink}, a host's {slow.links.between}: {gain.measured:.2f} ×"
+    links = f"{slow.links.uplink} between them, {slow.links.between} per host"
+    title = f"Two groups of hosts, {links}: the pipe is {gain.measured:.2f} × as fast"
     pictures = draw_planned(title, names, steps, [row.planned or 0.0 for row in rows], out / "groups")
     for path in (result.save(out), *pictures):
         console.print(str(path.absolute()), soft_wrap=True, highlight=False)

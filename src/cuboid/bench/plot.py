@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullLocator
 
@@ -36,20 +37,21 @@ def draw(result: Result, folder: Path) -> list[Path]:
     rates = list(dict.fromkeys(row.rate for row in result.rows))
     sizes = sorted({row.ranks for row in result.rows})
     last = [row for row in result.rows if row.ranks == sizes[-1] and row.rate == rates[0]]
+    first, last = last[0], sorted(last, key=_seconds)
     if len(rates) > 1:
         _against_rate(panels[0, 0], [row for row in result.rows if row.ranks == sizes[-1]])
     elif len(sizes) > 1:
         _against_ranks(panels[0, 0], result.rows, sizes)
     else:
         _parts(panels[0, 0], last)
-    _speed_up(panels[0, 1], last)
+    _speed_up(panels[0, 1], last, first)
     _bytes(panels[1, 0], last)
     _memory(panels[1, 1], last)
     for axes in panels.flat:
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    where = f"{rates[0]} per host" if rates[0] else "unshaped links"
+    where = f"{EngFormatter('bit/s')(bits_per_second(rates[0]))} per host" if rates[0] else "unshaped links"
     slow = result.rows[0].slow
     where += f", emulated devices {slow.hardware.name}" if slow is not None else ""
     figure.suptitle(f"cuboid bench {result.bench}: {sizes[-1]} ranks, {where}", x=0.01, ha="left")
@@ -102,7 +104,8 @@ def draw_bubbles(title: str, bubbles: Sequence[Bubble], stem: Path) -> list[Path
         for what, marker, size, colour in marks:
             known = [(i, getattr(each, what)) for i, each in enumerate(here) if getattr(each, what) is not None]
             values = [100 * value for _, value in known]
-            axes.scatter([i for i, _ in known], values, size, colour, marker=marker, label=what, zorder=3)
+            if known:
+                axes.scatter([i for i, _ in known], values, size, colour, marker=marker, label=what, zorder=3)
         axes.set_xticks(places, [bubble.schedule for bubble in here], rotation=30, ha="right")
         axes.set_title(name, fontsize="medium")
         axes.grid(axis="y", alpha=0.25)
@@ -163,7 +166,7 @@ def _lines(axes: Axes, rows: Sequence[Row], xs: dict[int, float]) -> None:
         fastest: dict[float, Row] = {}
         for row in of_way:
             x = xs[id(row)]
-            if x not in fastest or row.spread("step").median < fastest[x].spread("step").median:
+            if x not in fastest or _seconds(row) < _seconds(fastest[x]):
                 fastest[x] = row
         places = sorted(fastest)
         spreads = [fastest[x].spread("step") for x in places]
@@ -196,38 +199,48 @@ def _parts(axes: Axes, rows: Sequence[Row]) -> None:
     left = [0.0] * len(rows)
     for part, shade in (("forward", 1.0), ("backward", 0.6), ("optimizer", 0.3)):
         lengths = [row.spread(part).median for row in rows]
-        colours = [COLOURS[row.layout.way] for row in rows]
-        axes.barh(_names(rows), lengths, left=left, color=colours, alpha=shade)
+        colours = [_lighter(COLOURS[row.layout.way], shade) for row in rows]
+        axes.barh(_names(rows), lengths, left=left, color=colours)
         left = [a + b for a, b in zip(left, lengths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("seconds per step: forward, backward, optimizer (dark to light)")
 
 
-def _speed_up(axes: Axes, rows: Sequence[Row]) -> None:
-    first = rows[0].spread("step").median
-    _bars(axes, rows, [first / row.spread("step").median for row in rows], "{:.2f}")
-    axes.set_xlabel(f"times faster than {rows[0].layout.name}")
+def _lighter(colour: str, shade: float) -> tuple[float, float, float]:
+    """Mixed with white, where a transparent bar would show the grid."""
+    red, green, blue = (1 - shade * (1 - part) for part in to_rgb(colour))
+    return red, green, blue
+
+
+def _speed_up(axes: Axes, rows: Sequence[Row], first: Row) -> None:
+    _bars(axes, rows, [_seconds(first) / _seconds(row) for row in rows], "{:.2f}")
+    axes.set_xlabel(f"speed, as a multiple of {first.layout.name}")
 
 
 def _bytes(axes: Axes, rows: Sequence[Row]) -> None:
     _bars(axes, rows, [row.sent / 1e6 for row in rows], "{:.1f}")
     least = step_bytes(rows[0].problem, rows[0].ranks) / 1e6
-    label = "least for its products, each by itself (Al Daas et al.)"
+    label = "sum of each matmul's lower bound (Al Daas et al.);\nmatmuls that share a gathered operand can send less"
     axes.axvline(least, color="black", linestyle="--", linewidth=1, label=label)
     axes.legend(frameon=False, fontsize="small", loc="lower left", bbox_to_anchor=(0, 1))
-    axes.set_xlabel("MB a rank sends in a step")
+    axes.set_xlabel("sent by a rank per step (MB)")
 
 
 def _memory(axes: Axes, rows: Sequence[Row]) -> None:
     _bars(axes, rows, [row.peak / 1e6 for row in rows], "{:.1f}")
-    axes.set_xlabel("MB a rank holds at the peak of a step")
+    axes.set_xlabel("peak memory of a rank in a step (MB)")
 
 
 def _bars(axes: Axes, rows: Sequence[Row], values: Sequence[float], form: str) -> None:
     bars = axes.barh(_names(rows), values, color=[COLOURS[row.layout.way] for row in rows])
-    axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize="small")
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # so that no line runs through a number
+    axes.bar_label(bars, [form.format(value) for value in values], padding=4, fontsize="small", bbox=behind)
     axes.invert_yaxis()
     axes.margins(x=0.12)
+
+
+def _seconds(row: Row) -> float:
+    return row.spread("step").median
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

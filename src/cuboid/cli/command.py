@@ -46,7 +46,17 @@ FLAGS = {
     **dict.fromkeys(("epochs", "num-train-epochs"), ("--set schedule.steps=N",)),
     **dict.fromkeys(("max-tokens", "max-new-tokens", "length"), ("--tokens",)),
     **dict.fromkeys(("get", "key", "list"), ("--show",)),
+    **dict.fromkeys(("fp32", "bf16", "fp16", "amp"), ("--dtype TYPE", "--set precision.dtype=TYPE")),
+    **dict.fromkeys(("vocab", "vocab-size"), ("--tokenizer FILE, made with the size that you want",)),
     **dict.fromkeys(("cuboid", "layout"), ("--cuboid", "--only 'cuboid 2,2,2'", "--explain")),
+}
+#: What people type for a flag of cuboid train, where none of ours is meant.
+INSTEAD = {
+    **dict.fromkeys(("config", "config-file", "cfg"), "name the file without a flag: cuboid train my.toml"),
+    **dict.fromkeys(
+        ("nodes", "nnodes", "num-nodes", "hosts", "master-addr", "master-port"),
+        "torchrun starts ranks on several hosts: torchrun --nnodes 2 … -m cuboid train …",
+    ),
 }
 
 
@@ -152,11 +162,13 @@ def explain(error: Any) -> str:
         hint = f"{path} {near[0] if near else COMMANDS.get(typed[1], '')}" if near or typed[1] in COMMANDS else ""
         if not hint and ctx.parent is not None and Path(typed[1]).exists():  # a file where a command belongs
             hint = f"{path} {names[0]} {typed[1]}"
-        rest = f"did you mean {hint}? " if hint else ""
-        return f"{path} has no command {typed[1]!r}; {rest}There are {', '.join(names)}"
+        rest = f"; did you mean {hint}?" if hint else "."
+        return f"{path} has no command {typed[1]!r}{rest} There are {', '.join(names)}"
     if extra := re.search(r"extra arguments?(?:\(s\))? \((.*)\)", message):
         if re.fullmatch(r"[\d ]+", extra[1]):
             return f"{path} does not take {extra[1]!r} here; write sizes with commas, such as --cuboid 2,2,2"
+        if re.fullmatch(r"\d+(,\d+)+", extra[1]) and "--cuboid" in flags:
+            return f"{path} does not take {extra[1]!r} here; write --cuboid {extra[1]}"
         return f"{path} does not take {extra[1]!r} here; quote a text with spaces, and see {path} --help"
     return f"{message}; {see}"
 
@@ -172,6 +184,8 @@ def _flag_hint(typed: str, flags: Sequence[str], path: str) -> str:
     for ours in FLAGS.get(word, ()):
         if ours.split()[0] in flags:
             return f"write {ours}"
+    if word in INSTEAD and path.endswith(" train"):
+        return INSTEAD[word]
     if near := get_close_matches(typed, flags, 1, 0.75):
         return f"did you mean {near[0]}?"
     if "--set" in flags:

@@ -38,7 +38,7 @@ def model(name: str) -> ModelConfig:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        near = get_close_matches(name, PRESETS, 1)
+        near = [each for each in PRESETS if each.startswith(name)] or get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(
             f"model {name!r} is neither a preset nor a config.json; {hint}cuboid config --presets lists the presets"

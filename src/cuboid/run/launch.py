@@ -26,7 +26,7 @@ from cuboid.device import backend_for, gpu_count, group_options, is_gpu, take
 from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
 from cuboid.run.errors import RankError, RunError
 from cuboid.run.interfaces import check_interfaces
-from cuboid.run.meeting import fresh_store, store_is_old, unreachable
+from cuboid.run.meeting import meet, quietly, unreachable
 from cuboid.run.report import report
 from cuboid.run.started import under_torchrun
 from cuboid.run.stop import Stop, leave_signals_to_parent
@@ -92,12 +92,12 @@ def join_world(
     connects two ranks when one first sends to the other, not all at once."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if store is None and store_is_old():
-        store = fresh_store(rank, size, max(timeout, TIMEOUT))  # a late import is not a stalled collective
     local = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = take(local, local_size)
     check_interfaces(backend_for(device))
+    if store is None:
+        store = meet(rank, size, timeout, late=max(timeout, TIMEOUT))  # a late import is not a stalled collective
     if not is_gpu(device):
         _keep_memory()
         torch.set_num_threads(1)
@@ -209,14 +209,8 @@ def _meet(rank: int, size: int, door: socket.socket) -> dist.TCPStore:
     """The store behind the door. Its complaints on stderr about a missing name service (emulated hosts) are dropped."""
     address, port = door.getsockname()
     listen = door.detach() if rank == 0 else None
-    stderr = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
+    with quietly():
         return dist.TCPStore(address, port, size, is_master=rank == 0, master_listen_fd=listen)
-    finally:  # exceptions are still shown
-        os.dup2(stderr, 2)
-        os.close(stderr)
 
 
 class Pool:

@@ -6,7 +6,10 @@ little late would find the others connecting to dead ones. So every start has a 
 
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from uuid import uuid4
 
@@ -28,6 +31,44 @@ def unreachable(error: Exception) -> RankError:
         f"rank {e['RANK']} of {e['WORLD_SIZE']} could not join the others at {e['MASTER_ADDR']}:{e['MASTER_PORT']}: "
         f"{what}; check that every host was started with this address, and that the port is free and open to all hosts"
     )
+
+
+@contextmanager
+def quietly(seconds: float = 0.0) -> Iterator[None]:
+    """Drop what PyTorch's C++ code writes to stderr while ranks meet: a stack trace per failed attempt, which the
+    exception repeats. After `seconds`, if given, the process ends with one sentence: PyTorch waits endlessly for the
+    answer of a server that is no store."""
+    shown = os.dup(2)
+
+    def give_up() -> None:
+        error = unreachable(TimeoutError(f"no answer within {seconds:g} s"))
+        os.write(shown, f"error: {error}\n".encode())
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    if seconds:
+        timer.start()
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:  # exceptions are shown
+        os.dup2(shown, 2)
+        timer.cancel()
+        os.close(shown)
+
+
+def meet(rank: int, size: int, timeout: float, late: float) -> dist.Store:
+    """The store that the environment names, or a new one if ranks of an earlier start may have used it; there a rank
+    may be `late` by so many seconds, for imports."""
+    if store_is_old():
+        with quietly(2 * late):
+            return fresh_store(rank, size, late)
+    wait = timedelta(seconds=timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with quietly(2 * timeout):
+        return dist.TCPStore(address, port, size, is_master=rank == 0, timeout=wait, multi_tenant=True)
 
 
 def fresh_store(rank: int, size: int, timeout: float) -> dist.Store:

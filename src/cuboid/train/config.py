@@ -347,7 +347,7 @@ class TrainConfig:
         if schedule.warmup > schedule.steps:
             raise ValueError(
                 f"schedule.warmup = {schedule.warmup} is more than schedule.steps = {schedule.steps}; "
-                "the learning rate would never reach optimizer.lr; use a shorter warmup"
+                f"the learning rate would never reach optimizer.lr; set schedule.warmup to {schedule.steps // 10} or so"
             )
         if 0 < self.watch.timeout < 1:
             raise ValueError(
@@ -435,6 +435,8 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         hint = _nearest_file(path) or "; cuboid config --show prints one to begin with"
+        if "=" in str(path):
+            hint = f"; write --set {path}: every key=value has a --set of its own"
         if str(path) in PRESETS:
             hint = f"; to train that known model write --preset {path}"
         raise ValueError(f"config file {path} does not exist{hint}") from None
@@ -457,7 +459,7 @@ def _preset(name: str) -> dict[str, Any]:
     if not name:
         return {}
     if name not in PRESETS:
-        near = get_close_matches(name, PRESETS, 1)
+        near = [each for each in PRESETS if each.startswith(name)] or get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {toml(near[0])}? " if near else ""
         raise ValueError(f"model.preset = {toml(name)} is not known; {hint}There are {', '.join(PRESETS)}")
     return _model_keys(PRESETS[name])

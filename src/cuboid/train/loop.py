@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cuboid import data
 from cuboid.comm.collectives import from_all, from_first
-from cuboid.device import be_deterministic, peak_memory
+from cuboid.device import be_deterministic, is_gpu, peak_memory
 from cuboid.layers.loss import Loss
 from cuboid.layers.randomness import Keys, key_of
 from cuboid.mesh.layout import shard_of
@@ -42,7 +42,7 @@ from cuboid.train.origin import Origin
 from cuboid.train.plot import plot_run
 from cuboid.train.precision import settled
 from cuboid.train.preflight import check_device
-from cuboid.train.progress import Progress, StepReport
+from cuboid.train.progress import Progress, StepReport, quantity
 from cuboid.train.run import RunFolder
 from cuboid.train.trace import Trace, draw_layer
 from cuboid.train.trace import save as save_trace
@@ -295,6 +295,7 @@ def introduction(trainer: Trainer, folder: Path, changed: str = "", precision_wh
         f"{held:,} on rank 0",
         f"cuboid  {cuboid}, {cuboid.ranks} ranks, {precision}{pipeline_of(trainer)}",
         f"data    {len(trainer.corpus.train):,} tokens of {text}; {d.batch} × {d.seq} tokens per step",
+        f"memory  {memory_of(trainer)}",
         f"run     {folder}",
     ]
     if frozen:
@@ -305,6 +306,14 @@ def introduction(trainer: Trainer, folder: Path, changed: str = "", precision_wh
     if changed:
         lines.append(changed)
     return "\n".join(lines)
+
+
+def memory_of(trainer: Trainer) -> str:
+    """What does not change during a run. Steps show the peak."""
+    use = trainer.use
+    kinds = {"weights": use.weights, "gradients": use.gradients, "optimizer state": use.optimizer}
+    peak = "its GPU's peak" if is_gpu(trainer.model.parallel.mesh.device) else "its process's peak, PyTorch included"
+    return " + ".join(f"{quantity(n)}B {name}" for name, n in kinds.items()) + f" on rank 0; steps show {peak}"
 
 
 def pipeline_of(trainer: Trainer) -> str:

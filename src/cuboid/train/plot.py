@@ -26,7 +26,8 @@ def plot_run(metrics: Sequence[Mapping[str, float]], path: Path, unigram: float 
     if held_out[0].size:
         top.plot(*held_out, "o-", color=ORANGE, markersize=5, linewidth=1, label="validation")
     if unigram is not None:
-        top.axhline(unigram, color=GREY, linestyle="--", linewidth=1, label=f"unigram entropy {unigram:.2f}")
+        top.axhline(unigram, color=GREY, linestyle="--", linewidth=1, label=f"token frequencies alone {unigram:.2f}")
+    top.set_title(f"Run {path.absolute().parent.name}", loc="left")
     top.set_ylabel("loss (nats per token)")
     top.legend(frameon=False)
     _throughput(middle, *_series(metrics, "tokens_per_s"))

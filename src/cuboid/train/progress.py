@@ -95,41 +95,36 @@ class Progress:
     def _print(self) -> None:
         assert self._last is not None
         self._pending = False
-        self._console.print(Text("  ".join(["step", *self._parts(self._last).values()])), soft_wrap=True)
+        self._console.print(Text("step " + "  ".join(self._parts(self._last).values())), soft_wrap=True)
 
     def _parts(self, report: StepReport) -> dict[str, str]:
-        """The fields of a line by name, each of constant width."""
+        """By name, each as wide in every step, so that lines are columns, of 100 characters at most in most runs. What
+        follows from the step (learning rate) or never changes (weights, gradients, optimizer state) is left out."""
         r = report
         parts = {
             "step": f"{r.step:>{len(str(self._total))}}/{self._total}",
             "loss": f"loss {r.loss:7.4f}",
-            "grad": f"grad {r.grad_norm:8.3g}",
-            "lr": f"lr {r.lr:.2e}",
+            "grad": f"grad {_short(r.grad_norm, 6):>6}",
             "speed": f"{quantity(r.tokens_per_s):>5} tok/s",
-            "use": f"MFU {r.mfu:5.1%}" if r.mfu else f"{quantity(r.flops_per_s):>5}FLOP/s/device",
-            "exposed": f"exposed comm {r.exposed:4.0%}",
+            "MFU": f"MFU {r.mfu:5.1%}" if r.mfu else "",
+            "exposed": f"exposed {r.exposed:4.0%}",
+            "memory": f"{quantity(r.memory_bytes):>5}B",
             "ETA": f"ETA {duration(self.eta()):>7}",
-            "memory": f"memory {quantity(r.memory_bytes):>5}B",
         }
-        if r.weights_bytes:
-            rest = max(r.memory_bytes - r.weights_bytes - r.gradients_bytes - r.optimizer_bytes, 0)
-            kinds = {"weights": r.weights_bytes, "gradients": r.gradients_bytes, "optimizer": r.optimizer_bytes}
-            shown = ((name, f"{quantity(n):>5}B") for name, n in {**kinds, "rest": rest}.items())
-            parts["kinds"] = "= " + " + ".join(f"{size} {name}" for name, size in shown)
         if r.skipped:
             parts["skipped"] = "skipped: spike" if r.spike else "skipped: not finite"
         elif r.spike:
             parts["skipped"] = "spike"
         if r.skips:
             parts["skips"] = f"{r.skips} skipped"
-        return parts
+        return {name: part for name, part in parts.items() if part}
 
     def _line(self) -> Table | Text:
         if self._last is None:
             return Text("starting …")
         parts, width = self._parts(self._last), self._console.width
         bar = 12 if width > 100 else 0
-        for name in ("kinds", "lr", "grad", "use", "exposed", "speed"):  # what a narrow terminal does without
+        for name in ("grad", "MFU", "memory", "exposed", "speed"):  # what a narrow terminal does without
             if len("  ".join(parts.values())) + bar > width:
                 parts.pop(name, None)
         text = Text("  ".join(parts.values()))
@@ -139,6 +134,16 @@ class Progress:
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_row(ProgressBar(self._total, self._last.step, width=min(room, 30)), text)
         return line
+
+
+def _short(value: float, width: int) -> str:
+    """Three digits, or as many as fit.
+
+    >>> [_short(x, 6) for x in (41.23, 0.75, 0.012345, 1.234e-5, 123456.7)]
+    ['41.2', '0.75', '0.0123', '1e-05', '1e+05']
+    """
+    digits = (f"{value:.{count}g}" for count in (3, 2, 1))
+    return next((text for text in digits if len(text) <= width), f"{value:.1g}")
 
 
 def quantity(value: float) -> str:

@@ -140,7 +140,7 @@ def draw(panels: Mapping[str, Trace], path: Path) -> None:
         total = sum(phase.length for phase in trace.phases)
         axes.set_title(f"{title}: {1e3 * total:.0f} ms, waiting {trace.exposed() / total:.0%}", loc="left")
     later = [phase.name for phase in next(iter(panels.values())).phases[1:]]
-    rows[-1].set_xlabel(f"ms; dotted: {', '.join(later)} begin")
+    rows[-1].set_xlabel(f"ms; compute lane: gaps are waiting; dotted lines: {', '.join(later)} begin")
     figure.savefig(path, dpi=130)
 
 
