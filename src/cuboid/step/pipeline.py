@@ -55,7 +55,7 @@ class Split:
             blocks = tuple(layers // stages + (i < layers % stages) for i in range(stages))
         if len(blocks) != stages or sum(blocks) != layers or min(blocks) < 1:
             raise ValueError(
-                f"split={list(blocks)} must have {stages} stages of 1 block or more, {layers} blocks in all; such as "
+                f"split={list(blocks)} must have {stages} stages of a block or more, {layers} in all; such as "
                 f"{[layers // stages + (i < layers % stages) for i in range(stages)]}"
             )
         return cls(blocks, pipe)
