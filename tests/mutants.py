@@ -104,7 +104,6 @@ MUTANTS = [
     ),
     Mutant("gradients of a second use dropped", WEIGHTS, "Sums.put", "before.add_(gradient)", "before"),
     Mutant("a small gradient doubled", WEIGHTS, "Gathered.add", "before + gradient", "before + 2 * gradient"),
-    Mutant("frozen parameters get a gradient", WEIGHTS, "Gathered.add", "parameter.requires_grad", "True"),
     Mutant(
         "the sum over replicas forgotten for one micro-batch",
         WEIGHTS,
@@ -205,6 +204,13 @@ MUTANTS = [
     ),
     Mutant("turns by a rank's own sizes", OP, "_collective", "tokens * width * X.element_size()", "X.nbytes"),
     # embedding, head, loss, norm
+    Mutant(
+        "a norm's frozen parameters trained",
+        NORM,
+        "Normalise._add",
+        "[p for p in self._parameters if p.requires_grad]",
+        "self._parameters",
+    ),
     Mutant("the first row taken for another's", EMBEDDING, "_own", "local >= 0", "local > 0"),
     Mutant("an embedding's gradient not zeroed first", EMBEDDING, "_add_rows", "if not add:", "if False:"),
     Mutant("targets of another z", HEAD, "HeadLoss._rows", "[mesh.z.index]", "[0]"),

@@ -77,6 +77,7 @@ CHECKS: dict[str, Check] = {
     "X gathered early": test_schedule.test_product_backward_gathers_next_input_early,
     "dW when asked for": test_schedule.test_product_makes_late_gradients_when_settled,
     "interleave": partial(alone, test_schedule.test_interleave_launches_all_sub_batches_before_waiting),
+    "reach": partial(alone, test_schedule.test_interleave_keeps_sub_batches_close),
     "launches of all ranks": partial(
         alone, test_property.test_cuboid_parallel_launches_alike_where_ranks_pick_unequal_key_heads
     ),

@@ -98,7 +98,7 @@ def test_cuboid_parallel_random_step_launches_alike_on_all_ranks(case: Case) -> 
 # Ranks whose queries need different numbers of key heads, and sequences that x splits too
 
 UNEVEN = Case(
-    ModelConfig("llama", layers=2, hidden=96, heads=6, kv_heads=2, vocab=64, context=12),
+    ModelConfig("llama", layers=3, hidden=96, heads=6, kv_heads=2, vocab=64, context=12),
     Cuboid(2, 3, 1),
     batch=3,
     seq=12,

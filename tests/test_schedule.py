@@ -29,7 +29,7 @@ from cuboid.model.transformer import Transformer
 from cuboid.plan.measure import Memory
 from cuboid.run.launch import Pool, World
 from cuboid.step.runner import At
-from cuboid.step.schedule import OFF, PREFETCH, Clock, Schedule, Task, interleave, parse
+from cuboid.step.schedule import MOST_AHEAD, OFF, PREFETCH, Clock, Schedule, Task, interleave, parse
 
 Pools = Callable[[int], Pool]
 SUB_BATCHES, CHUNKS = Schedule(sub_batches=4), Schedule(chunks=2)
@@ -192,6 +192,20 @@ def test_interleave_waits_for_messages_launched_before() -> None:
 
     interleave([Task([waits(), works()], list)], clock)
     assert order == ["worked 0", "worked 1", "waited"]
+
+
+def test_interleave_keeps_sub_batches_close() -> None:
+    """One whose messages are short does not run ahead of one whose messages are long: each holds weights."""
+    turns, leads = {"long": 0, "short": 0}, list[int]()
+
+    def runs(name: str, sent: float) -> Steps:
+        for _ in range(3 * MOST_AHEAD):
+            yield Pause(sent=sent, axis="x")
+            turns[name] += 1
+            leads.append(turns["short"] - turns["long"])
+
+    interleave([Task([runs("long", 1000), runs("short", 0)], list)], Clock())
+    assert MOST_AHEAD // 2 < max(leads) <= MOST_AHEAD
 
 
 def test_clock_paces_a_link_by_the_forward() -> None:
