@@ -156,8 +156,10 @@ def compare_curves(console: Console, case: Case, steps: int, plot: Path, as_json
         console.print(
             f"{steps} steps, {case.dtype}: loss {found.serial[0]:.4f} → {found.serial[-1]:.4f}", highlight=False
         )
-        verdict = "[green]at most[/]" if ok else "[red]MISMATCH[/]: more than"
-        console.print(f"Largest difference in loss at any step: {found.difference:.1e}, {verdict} {tolerance:g}.")
+        verdict = "[green]allowed[/]" if ok else "[red]MISMATCH[/]: more than"
+        console.print(
+            f"Largest relative difference of the losses of a step: {found.difference:.1e}; {verdict} {tolerance:g}."
+        )
         console.print(f"Both curves: {plot.absolute()}", soft_wrap=True, highlight=False)
     if not ok:
         raise typer.Exit(1)

@@ -21,7 +21,7 @@ def limit(plan: Plan) -> str:
     """The largest part of the step, in words."""
     parts = {f"waiting for {NAMES[axis]}": seconds for axis, seconds in plan.exposed.items()} | plan.compute
     name = max(parts, key=lambda part: parts[part])
-    return f"{name}, {parts[name] / plan.seconds:.0%} of the step"
+    return f"{'matmuls' if name == 'products' else name}, {parts[name] / plan.seconds:.0%} of the step"
 
 
 def why(ranking: Ranking) -> str:

@@ -48,7 +48,9 @@ def draw(ranking: Ranking, folder: Path) -> list[Path]:
     left.set_yticks(range(len(bars)), [_label(ranking, plan) for plan in bars])
     left.invert_yaxis()
     what = "Fastest first" if len(bars) > 1 else str(bars[0].cuboid)
-    figure.suptitle(f"{what}: {ranking.hardware.name} × {ranking.devices}", x=0.01, ha="left")
+    figure.suptitle(
+        f"{what}: step time and memory on {ranking.devices} × {ranking.hardware.name}, as planned", x=0.01, ha="left"
+    )
     over = Figure(figsize=(9, 5), layout="constrained")
     _map(over.subplots(), ranking)
     paths, figures = [], {"plan": figure, "plan-map": over}
@@ -97,15 +99,19 @@ def _label(ranking: Ranking, plan: Plan) -> str:
     return f"{plan.cuboid} {', '.join(names)}".rstrip()
 
 
-def _stack(axes: Axes, plans: list[Plan], parts: list[dict[str, float]], label: str) -> None:
+def _stack(axes: Axes, plans: list[Plan], parts: list[dict[str, float]], title: str) -> None:
     start = [0.0] * len(plans)
     longest = max(sum(part.values()) for part in parts)
     for name, colour in COLOURS.items():
         widths = [part.get(name, 0.0) for part in parts]
         if max(widths) > 0.002 * longest:  # else it would be invisible
-            axes.barh(range(len(plans)), widths, left=start, label=name, color=colour)
+            label = "matmuls" if name == "products" else name
+            axes.barh(range(len(plans)), widths, left=start, label=label, color=colour)
         start = [a + b for a, b in zip(start, widths, strict=True)]
-    axes.set_xlabel(label)
+    axes.set_xlabel(title)
+    axes.set_xlim(0, 1.04 * axes.get_xlim()[1])
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -48,4 +48,4 @@ def curves(world: World, config: TrainConfig, dtype: torch.dtype, quiet: bool = 
 
 
 def draw(found: Curves, name: str, path: Path) -> None:
-    plot_curves({"serial": found.serial, name: found.cuboid}, path, f"Loss on {name} and on one device")
+    plot_curves({"one device": found.serial, name: found.cuboid}, path, f"Loss on {name} and on one device")

@@ -290,8 +290,9 @@ def introduction(trainer: Trainer, folder: Path, changed: str = "", precision_wh
     frozen, here = trainer.model.frozen, [d.spec for _, p, d in declared(trainer.model) if not p.requires_grad]
     text = ", ".join(d.paths) or "Python's own library"
     precision = trainer.config.precision.dtype + (f" ({precision_why})" if precision_why else "")
+    layers = f"{c.layers} layer{'s' * (c.layers != 1)}"
     lines = [
-        f"model   {c.family}, {c.layers} layers, hidden {c.hidden}, {c.heads} heads: {c.parameters:,} parameters, "
+        f"model   {c.family}, {layers}, hidden {c.hidden}, {c.heads} heads: {c.parameters:,} parameters, "
         f"{held:,} on rank 0",
         f"cuboid  {cuboid}, {cuboid.ranks} ranks, {precision}{pipeline_of(trainer)}",
         f"data    {len(trainer.corpus.train):,} tokens of {text}; {d.batch} × {d.seq} tokens per step",
