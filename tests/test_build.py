@@ -7,7 +7,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from silent import silently
+from steps import batches_on, loss_of
 from torch import Tensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import shard_of
@@ -77,3 +81,26 @@ def drawn_in_build(world: World) -> tuple[int, int]:
 def test_transformer_build_draws_only_own_shards(pool: Callable[[int], Pool]) -> None:
     for drawn, held in pool(CUBE.ranks).run(drawn_in_build):
         assert drawn == held
+
+
+def planned_in_build_and_backward(world: World) -> list[str]:
+    """Operations whose sharding DTensor worked out. It keeps results by mesh, so on a new one each shape counts."""
+    mesh, found = Mesh(CUBE, world.rank), list[str]()
+    plan = ShardingPropagator.propagate_op_sharding_non_cached
+
+    def noted(propagator: ShardingPropagator, schema: Any) -> Any:
+        found.append(str(schema.op))
+        return plan(propagator, schema)
+
+    with patch.object(ShardingPropagator, "propagate_op_sharding_non_cached", noted):
+        model = Transformer(CuboidParallel(SMALL.replace(vocab=11), mesh), 0, torch.float64)
+        (batch,) = batches_on(model.parallel, 1)
+        loss_of(model, batch).backward()
+        model.norm.weight.grad.add_(1)  # which is noticed
+    return found
+
+
+def test_transformer_build_and_backward_need_no_sharding_of_dtensor() -> None:
+    """It takes milliseconds for each shape of a parameter."""
+    (found,) = silently([0], CUBE.ranks, planned_in_build_and_backward)
+    assert found == ["aten.add_.Tensor"]

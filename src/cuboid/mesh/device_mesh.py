@@ -38,6 +38,7 @@ class BlockMesh(DeviceMesh):
         handlers = DTensor._op_dispatcher._custom_op_handlers
         handlers[torch.ops.aten._local_scalar_dense.default] = _number
         handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
+        handlers[torch.ops.aten.detach.default] = _detach
         if pipe.size > 1:
             handlers[torch.ops.aten.stack.default] = _stack
 
@@ -55,6 +56,13 @@ class BlockMesh(DeviceMesh):
             "torch.distributed.checkpoint.save, or gather first: get_model_state_dict(model, options=StateDictOptions("
             "full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint.state_dict"
         )
+
+
+def _detach(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> DTensor:
+    """What autograd does to every gradient, and `nn.Parameter` to its tensor. DTensor's own takes milliseconds for each
+    new shape on a mesh."""
+    (x,) = args
+    return DTensor(op_call(x._local_tensor), x._spec, requires_grad=False)
 
 
 def _number(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:

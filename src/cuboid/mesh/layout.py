@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -138,7 +137,7 @@ class Spec:
 
     def parameter(self, shard: Tensor, mesh: Mesh) -> nn.Parameter:
         """A DTensor or, on one device, a plain tensor."""
-        return as_parameter(self.dtensor(shard, mesh) if mesh.sharded else shard)
+        return nn.Parameter(self.dtensor(shard, mesh) if mesh.sharded else shard)
 
 
 # The shards of parameters in their own memory: what a step works on, without DTensor's dispatch
@@ -160,24 +159,15 @@ def sharded_as(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     return DTensor(shard, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else shard
 
 
-def as_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """`nn.Parameter(tensor)`, without DTensor's dispatch: that takes milliseconds for each new shape."""
-    if not isinstance(tensor, DTensor):
-        return nn.Parameter(tensor, requires_grad)
-    found: Any = DTensor(tensor._local_tensor, tensor._spec, requires_grad=requires_grad)
-    found._is_param = True  # by which torch knows parameters of other classes
-    return cast(nn.Parameter, found)
-
-
 def convert(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """`parameter.to(dtype)` in place, likewise."""
+    """`parameter.to(dtype)` in place, without DTensor's dispatch: that takes milliseconds for each new shape."""
     if parameter.dtype == dtype:
         return
     new = shard_of(parameter).to(dtype)
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         new = DTensor.from_local(new, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-    torch.utils.swap_tensors(parameter, as_parameter(new, parameter.requires_grad))
+    torch.utils.swap_tensors(parameter, nn.Parameter(new, parameter.requires_grad))
 
 
 def data_of(parameter: nn.Parameter) -> int:

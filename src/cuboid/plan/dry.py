@@ -65,9 +65,9 @@ def dry_run(work: Work, cuboid: Cuboid, choice: Choice, rank: int = 0, backend: 
 def _count(world: World, work: Work, cuboid: Cuboid, choice: Choice) -> Counted:
     mesh = Mesh(cuboid, world.rank)
     with FakeTensorMode():
-        config = work.config.replace(dropout=0.0)  # dropout would read its seed, and shapes have no values
+        config = work.config.replace(dropout=0.0)  # dropout would read its seed
         parallel = CuboidParallel(config, mesh, choice.policy, COMPUTE[work.precision], choice.schedule)
-        model = Transformer(parallel, recompute=choice.recompute)
+        model = Transformer(parallel, None, recompute=choice.recompute)  # shapes have no values
         model.freeze(work.freeze)
         place = parallel.place(work.batch, work.seq)
         ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
