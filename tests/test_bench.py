@@ -27,6 +27,8 @@ from cuboid.cli import app
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
+from cuboid.plan.check import check
+from cuboid.plan.hardware import PRESETS
 from cuboid.run.cluster import Cluster
 from cuboid.run.launch import Pool
 
@@ -197,6 +199,8 @@ def test_bench_cli_layouts_writes_results_and_plots(tmp_path: Path) -> None:
     assert found["machine"]["versions"]["torch"]
     assert found["seconds"] > 0
     assert {path.suffix for path in out.iterdir()} == {".json", ".png", ".svg"}
+    (checked,) = check(out / "layouts.json", PRESETS["cpu"])
+    assert [step.cuboid for step in checked.steps] == ["1,2,2", "1,2,1 pipe=2"]
 
 
 def test_bench_cli_sweep_counts_once_and_logs_every_turn(tmp_path: Path) -> None:

@@ -132,8 +132,10 @@ class Layout:
             return Choice(policy=problem.policy, schedule=OFF)
         batch = problem.batch // self.micro_batches
         suits = suitable_schedule(problem.config, self.shape, batch, problem.seq, 4, problem.apart)
-        of_pipe = {"pipeline": self.pipeline, "stages": stages_of(self.pipeline)} if self.shape.pipe > 1 else {}
-        return Choice(policy=problem.policy, schedule=replace(suits, beside=self.beside, **of_pipe))
+        schedule = replace(suits, beside=self.beside)
+        if self.shape.pipe > 1:
+            schedule = replace(schedule, pipeline=self.pipeline, stages=stages_of(self.pipeline))
+        return Choice(policy=problem.policy, schedule=schedule)
 
     def native_options(self, problem: Problem) -> dict[str, bool]:
         """Options of `Native` and of its cost."""
