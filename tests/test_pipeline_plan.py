@@ -61,7 +61,7 @@ def test_planner_peak_of_every_place_matches_dry_run(
 FROZEN = [
     (GPT2, Cuboid(1, 2, 1, pipe=2), "1f1b", r"embed|positions|blocks\.[0-4]"),
     (GPT2, Cuboid(2, 1, 2, pipe=2), "zero-bubble", r"embed|mlp"),
-    (LLAMA, Cuboid(2, 2, 1, pipe=3), "1f1b", r"embed|blocks\.[0-2]|norm"),
+    (LLAMA, Cuboid(2, 2, 1, pipe=3), "1f1b", r"embed|blocks\.[0-2]"),
     (LLAMA, Cuboid(1, 2, 1, pipe=2), "interleaved", r"blocks\.[0-5]|embed"),
 ]
 
