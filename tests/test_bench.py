@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from cuboid.bench.bare import Sent, bare, messages
 from cuboid.bench.bound import product_words, regime, step_bytes
 from cuboid.bench.cpu import Lean
-from cuboid.bench.layouts import Layout, every, possible, scaling
+from cuboid.bench.layouts import Layout, every, on_pipes, possible, scaling
 from cuboid.bench.network import best, egress, feasible
 from cuboid.bench.overlap import Found
 from cuboid.bench.problem import Problem
@@ -27,6 +27,8 @@ from cuboid.cli import app
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
+from cuboid.plan.check import check
+from cuboid.plan.hardware import PRESETS
 from cuboid.run.cluster import Cluster
 from cuboid.run.launch import Pool
 
@@ -141,6 +143,20 @@ def test_count_matches_cost_formula_for_every_layout(way: str, pool: Pools) -> N
     assert counts[0].flops == pytest.approx(serial.flops / 8, rel=0.01)
 
 
+@pytest.mark.parametrize(("pipeline", "micro_batches"), [("1f1b", 4), ("interleaved", 2)])
+def test_count_of_pipe_matches_cost_formula_on_every_rank(pipeline: str, micro_batches: int, pool: Pools) -> None:
+    """And its losses are those of the whole batch, and one rank of each place has its memory measured."""
+    problem = replace(PROBLEM, config=MODEL.replace(layers=4))
+    found = {layout.name: layout for layout in on_pipes(problem, 4, 2, pipeline, micro_batches)}
+    assert found.keys() == {"cuboid 1,1,2 pipe=2", "cuboid 1,2,1 pipe=2", "cuboid 2,1,1 pipe=2"}
+    counts = pool(4).run(count, found["cuboid 1,2,1 pipe=2"], problem)
+    assert all(each.traffic == each.predicted for each in counts)
+    assert counts[0].traffic["pipe"]["send"][0] == micro_batches * (3 if pipeline == "interleaved" else 1)
+    serial = pool(1).run(count, Layout("cuboid", Cuboid()), problem)[0]
+    assert counts[0].loss == pytest.approx(serial.loss, rel=1e-5)
+    assert [each.peak > 0 for each in counts] == [True, False, True, False]
+
+
 def test_turn_times_every_step(pool: Pools) -> None:
     chosen = Layout("cuboid", Cuboid(2, 2, 1))
     times = pool(4).run(turn, chosen, PROBLEM, 2, True)
@@ -165,22 +181,26 @@ def test_turn_bytes_between_hosts_match_egress() -> None:
 
 def test_bench_cli_layouts_writes_results_and_plots(tmp_path: Path) -> None:
     out = tmp_path / "a folder"
-    names = ("1-D", "2-D 2×2", "cuboid 1,2,2", "native 2×2")
+    names = ("1-D", "2-D 2×2", "cuboid 1,2,2", "native 2×2", "cuboid 1,2,1 pipe=2")
     only = [word for name in names for word in ("--only", name)]
     words = ["bench", "layouts", "--ranks", "4", "--rounds", "2", "--steps", "1", "--out", str(out), *SIZES, *only]
+    words += ["--layers", "2", "--pipe", "2", "--micro-batches", "2"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert "Bytes equal the formula's." in done.output
+    assert "On pipes: 1f1b, 2 micro-batches.\nBytes equal the formula's." in done.output
     found = json.loads((out / "layouts.json").read_text())
     rows = {row["layout"]: row for row in found["rows"]}
     assert rows.keys() == {*names, "1-D+SP"}
     assert all(row["bytes_equal_formula"] and len(row["samples"]) == 2 for row in rows.values())
+    assert {name: row["micro_batches"] for name, row in rows.items() if row["micro_batches"] > 1} == {names[-1]: 2}
     losses = [row["loss"] for row in rows.values()]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
     assert found.keys() == {*ENVELOPE, "rows"}
     assert found["machine"]["versions"]["torch"]
     assert found["seconds"] > 0
     assert {path.suffix for path in out.iterdir()} == {".json", ".png", ".svg"}
+    (checked,) = check(out / "layouts.json", PRESETS["cpu"])
+    assert [step.cuboid for step in checked.steps] == ["1,2,2", "1,2,1 pipe=2"]
 
 
 def test_bench_cli_sweep_counts_once_and_logs_every_turn(tmp_path: Path) -> None:
@@ -274,6 +294,19 @@ def test_bench_cli_accuracy_matches_serial_losses(tmp_path: Path) -> None:
         (["layouts", "--ranks-per-host", "2"], "--ranks-per-host: hosts are emulated only if"),
         (["strong", "--hosts", "2", "--ranks", "8"], "give one of them"),
         (["cpu", "--only", "cube"], "start of none of cuboid 1,1,8"),
+        (["layouts", "--pipe", "4", "--layers", "3"], "3 blocks cannot be split into 4 stages"),
+        (
+            ["layouts", "--pipe", "3"],
+            "8 ranks cannot be split into pipe=3 places; use a multiple of 3 ranks, or pipe of 2, 4, 8",
+        ),
+        (["layouts", "--pipe", "2", "--micro-batches", "3"], "into 3 micro-batches; use a divisor of it: 1, 2, 4"),
+        (
+            ["layouts", "--pipe", "2", "--pipeline", "interleaved", "--batch", "20", "--micro-batches", "5"],
+            "use 4 or 6 micro-batches",
+        ),
+        (["layouts", "--pipe", "2", "--pipeline", "2f2b"], "--pipeline 2f2b is not one of gpipe, 1f1b"),
+        (["layouts", "--micro-batches", "2"], "--micro-batches: there are no pipes without --pipe; add --pipe 2"),
+        (["layouts", "--only", "cuboid 1,2,2 pipe=2"], "'cuboid 1,2,2 pipe=2': there are no pipes without --pipe"),
     ],
 )
 def test_bench_cli_rejects_bad_options_before_work(words: list[str], says: str, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_count_of_planned_layout_matches_cost_formula(shape: Cuboid, pool: Pools
     layout = Layout("pipe" if shape.pipe > 1 else "cuboid", shape, choice=choice, micro_batches=2)
     counts = pool(4).run(count, layout, PROBLEM)
     assert all(each.traffic == each.predicted for each in counts)
-    assert layout.name.startswith("pipe 2 × 1,2,1, 1f1b" if shape.pipe > 1 else "cuboid 2,1,1 replicas=2")
+    assert layout.name.startswith("cuboid 1,2,1 pipe=2, 1f1b, 2 micro" if shape.pipe > 1 else "cuboid 2,1,1 replicas=2")
     one = replace(layout, micro_batches=1)
     assert counts[0].traffic != one.cost(PROBLEM, 0).counts()
     assert counts[0].predicted == layout.cost(PROBLEM, 0).counts()
@@ -125,8 +125,10 @@ def test_bench_pictures_name_schedules_and_layouts(tmp_path: Path) -> None:
     png, svg = draw_bubbles("idle", bubbles, tmp_path / "pipeline")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert all(f"<!-- {word}" in svg.read_text() for word in ("gpipe", "2 ranks", "textbook"))
-    _, svg = draw_planned("steps", ["cuboid 2,2,1", "pipe 2 × 1,2,1"], [Spread(2, 1, 3)] * 2, [2, 1], tmp_path / "g")
-    assert all(f"<!-- {word}" in svg.read_text() for word in ("cuboid 2,2,1", "pipe 2", "planned"))
+    _, svg = draw_planned(
+        "steps", ["cuboid 2,2,1", "cuboid 1,2,1 pipe=2, 1f1b"], [Spread(2, 1, 3)] * 2, [2, 1], tmp_path / "g"
+    )
+    assert all(f"<!-- {word}" in svg.read_text() for word in ("cuboid 2,2,1", "cuboid 1,2,1 pipe=2", "planned"))
 
 
 @pytest.mark.parametrize(

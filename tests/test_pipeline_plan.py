@@ -58,6 +58,47 @@ def test_planner_peak_of_every_place_matches_dry_run(
         assert peak.planned == pytest.approx(peak.counted, rel=0.05)
 
 
+FROZEN = [
+    (GPT2, Cuboid(1, 2, 1, pipe=2), "1f1b", r"embed|positions|blocks\.[0-4]"),
+    (GPT2, Cuboid(2, 1, 2, pipe=2), "zero-bubble", r"embed|mlp"),
+    (LLAMA, Cuboid(2, 2, 1, pipe=3), "1f1b", r"embed|blocks\.[0-2]"),
+    (LLAMA, Cuboid(1, 2, 1, pipe=2), "interleaved", r"blocks\.[0-5]|embed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "cuboid", "pipeline", "freeze"),
+    [pytest.param(*each, marks=[] if i == 0 else pytest.mark.slow) for i, each in enumerate(FROZEN)],
+    ids=lambda each: str(each)[:40],
+)
+def test_planner_peak_of_every_place_with_frozen_parameters_matches_dry_run(
+    config: ModelConfig, cuboid: Cuboid, pipeline: str, freeze: str
+) -> None:
+    """And calls, bytes, FLOPs and parameters are equal."""
+    work, choice = Work(config, 8, 128, "fp32", 4, freeze), Choice(schedule=scheduled(pipeline))
+    plan, trained = predict(CPU, work, cuboid, choice), predict(CPU, replace(work, freeze=""), cuboid, choice)
+    assert plan.seconds < trained.seconds
+    for place in range(cuboid.pipe):
+        first = cuboid.rank(cuboid.coordinates(0) | {"pipe": place})
+        found = compare(dry_run(work, cuboid, choice, first), plan, work, first)
+        peak = next(each for each in found if each.what == "bytes at the peak")
+        print(f"place {place}: {peak.counted:,} bytes counted, {peak.planned / peak.counted - 1:+.1%} planned")
+        assert [each for each in found if not each.ok] == []
+        assert peak.planned == pytest.approx(peak.counted, rel=0.05)
+        assert peak.planned < sum(trained.places[place].memory.values())
+
+
+def test_planner_ranks_pipes_with_frozen_parameters_as_it_predicts_them() -> None:
+    """Candidates are priced together, though stages that blocks are dealt to differ in what is frozen."""
+    work = Work(LLAMA, 8, 128, "fp32", 8, r"embed|blocks\.[0-4]")
+    plans = [plan for plan in rank(CPU, work, 4).plans if plan.cuboid.pipe > 1]
+    assert len({plan.cuboid.pipe for plan in plans}) > 1
+    for plan in plans:
+        again = predict(CPU, work, plan.cuboid, plan.choice)
+        assert again.seconds == pytest.approx(plan.seconds, rel=0.02)
+        assert again.memory == plan.memory
+
+
 def test_planner_pipe_joins_groups_of_nodes_behind_a_slow_link() -> None:
     """Two groups of four nodes, whose link is ten times slower than a node's."""
     config = ModelConfig("gpt2", layers=12, hidden=512, heads=8, vocab=1000, context=128, tied=False)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuboid.bench.layouts import Layout, Way, every, possible, scaling
+from cuboid.bench.layouts import Layout, Way, every, on_pipes, possible, scaling
 from cuboid.bench.planned import planned_seconds, played_seconds
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Row
@@ -66,13 +66,26 @@ def test_played_step_of_cuboid_is_what_cuboid_plan_says(ranks: int) -> None:
 
 
 def test_every_layout_on_emulated_devices_has_a_planned_step() -> None:
-    layouts, _ = possible([*every(PROBLEM, 4, emulated=True), *scaling(PROBLEM, 64, 4)], PROBLEM)
+    deep = replace(PROBLEM, config=PROBLEM.config.replace(layers=2))
+    pipes = on_pipes(deep, 4, 2, "1f1b", 4)
+    layouts, _ = possible([*every(deep, 4, emulated=True), *scaling(deep, 64, 4), *pipes], deep)
     ways: dict[Way, float] = {}
     for layout in {each.way: each for each in layouts}.values():
-        row = Row(layout, PROBLEM, layout.shape.ranks, "", 0.0, [], PAPER)
+        row = Row(layout, deep, layout.shape.ranks, "", 0.0, [], PAPER)
         assert row.planned is not None, layout.name
         ways[layout.way] = row.planned
-    assert ways.keys() >= {"1-D", "1-D+SP", "2-D", "2-D ideal", "2.5-D", "FSDP×TP", "cube", "native", "native ideal"}
+    assert ways.keys() >= {
+        "1-D",
+        "1-D+SP",
+        "2-D",
+        "2-D ideal",
+        "2.5-D",
+        "FSDP×TP",
+        "cube",
+        "native",
+        "native ideal",
+        "pipe",
+    }
     assert all(seconds > 0 for seconds in ways.values())
 
 

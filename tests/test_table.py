@@ -1,12 +1,13 @@
 """A benchmark's tables: readable on a terminal of 80 columns, and honest about what counts."""
 
 import os
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from cuboid.bench.layouts import Layout, every, possible, scaling
+from cuboid.bench.layouts import Layout, every, on_pipes, possible, scaling
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import Result, Row
 from cuboid.bench.table import show
@@ -55,6 +56,7 @@ def test_tables_of_pytorchs_own_alone_fit_too() -> None:
 @pytest.mark.parametrize("slow", [PAPER, None], ids=["emulated", "real"])
 def test_tables_of_64_ranks_fit_into_80_columns(slow: SlowMotion | None) -> None:
     layouts, _ = possible([*every(PROBLEM, 64, slow is not None), *scaling(PROBLEM, 64, 4)], PROBLEM)
+    layouts += on_pipes(replace(PROBLEM, config=PROBLEM.config.replace(layers=2)), 64, 2, "1f1b", 4)
     layouts.append(Layout("cuboid", Cuboid(16, 2, 2, order=("replicas", "z", "x", "y"))))
     text = shown([row(layout, slow) for layout in layouts])
     assert max(map(len, text.splitlines())) <= 80

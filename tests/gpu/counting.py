@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -146,7 +147,7 @@ def launched_together(*args: Any) -> Any:
 
 fake._FakeNccl._launch_all = launched_together
 
-from cuboid.comm.ledger import Span  # noqa: E402
+from cuboid.comm.journal import Journal  # noqa: E402
 from cuboid.mesh.cuboid import Cuboid  # noqa: E402
 from cuboid.mesh.mesh import Mesh  # noqa: E402
 from cuboid.model.config import ModelConfig  # noqa: E402
@@ -165,7 +166,7 @@ class Counted:
     calls: Counter[str]
     waits: Counter[str]
     events: int
-    launched: list[tuple[str, str]]  # axis and kind of each collective
+    launched: list[Any]  # axis, kind, shape, dtype and ranks of each collective
 
     def without(self, other: "Counted") -> "Counted":
         """What this did and the other did not."""
@@ -185,6 +186,29 @@ class Counted:
         }
 
 
+class Recorder:
+    """In the place of the watchdog: what is launched, over all groups, in one list."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.launched = rank, list[Any]()
+
+    def journal(self, axis: str, group: Any) -> Journal:
+        ranks, launched = dist.get_process_group_ranks(group), self.launched
+
+        class Recording(Journal):
+            def note(self, kind: str, shape: tuple[int, ...] = (), dtype: torch.dtype | None = None) -> int:
+                launched.append((axis, kind, tuple(shape), str(dtype), ranks))
+                return super().note(kind, shape, dtype)
+
+        return Recording(axis, ranks, self.rank)
+
+    def share(self) -> float:
+        return 0.0
+
+    def disagree(self) -> None:
+        raise AssertionError("nobody reads these journals")
+
+
 def step(
     world: World,
     config: ModelConfig,
@@ -198,14 +222,8 @@ def step(
     micro_batches: int = 1,
 ) -> Counted:
     """A rank's forward and backward of several micro-batches."""
-    mesh, launched = Mesh(cuboid, world.rank, "cuda:0"), list[tuple[str, str]]()
-    plain = mesh.ledger.launched
-
-    def note(axis: str, kind: str, size: int) -> Span:
-        launched.append((axis, kind))
-        return plain(axis, kind, size)
-
-    mesh.ledger.launched = note  # type: ignore[method-assign]
+    recorder = Recorder(world.rank)
+    mesh = Mesh(cuboid, world.rank, "cuda:0", watch=recorder)
     with FakeTensorMode():
         parallel = CuboidParallel(config, mesh, policy, COMPUTE[precision], schedule)
         model = Transformer(parallel, None, recompute=recompute)
@@ -213,13 +231,14 @@ def step(
         ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long, device="cuda:0")
         at = At(place, ids, seed=1 if config.dropout else None)
         emulated.events.clear()
+        recorder.launched.clear()
         with Count() as count:
-            if micro_batches > 1:
+            if micro_batches > 1 or cuboid.pipe > 1:
                 model.play([(ids, at)] * micro_batches)
             else:
                 model(ids, ids, place, dropout=at.seed).backward()
         assert all(p.grad is not None and p.grad.device.type == "cuda" for p in model.parameters())
-    return Counted(count.kernels, count.bytes, count.calls, count.waits, emulated.events["recorded"], launched)
+    return Counted(count.kernels, count.bytes, count.calls, count.waits, emulated.events["recorded"], recorder.launched)
 
 
 def count(config: ModelConfig, cuboid: Cuboid, *args: Any, rank: int = 0, **options: Any) -> Counted:

@@ -50,6 +50,9 @@ CASES: dict[str, tuple[ModelConfig, Cuboid, int, int, dict[str, Any]]] = {
         {"schedule": Schedule(beside=True), "micro_batches": 2},
     ),
 }
+#: Of several stages, so that no layer can be counted by itself.
+PIPE = LLAMA.replace(layers=4, vocab=40, tied=True), Cuboid(1, 2, 1, pipe=2), 4, 32
+INTERLEAVED = Schedule(sub_batches=2, pipeline="interleaved", stages=2)
 
 
 def budget(cuboid: Cuboid) -> dict[str, Any]:
@@ -66,7 +69,8 @@ def case(name: str) -> dict[str, Any]:
 
 def order(name: str) -> list[Any]:
     """Of all ranks."""
-    config, cuboid, batch, seq, options = CASES[name]
+    pipe = *PIPE, {"schedule": INTERLEAVED, "micro_batches": 2}
+    config, cuboid, batch, seq, options = pipe if name == "pipe" else CASES[name]
     return [count(config, cuboid, batch, seq, rank=rank, **options).launched for rank in range(cuboid.ranks)]
 
 

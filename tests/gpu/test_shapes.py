@@ -61,7 +61,27 @@ def test_gpu_step_launches_in_one_order_on_all_ranks(emulate: Emulate, name: str
     """NCCL: communicators that are used at once must be used in one order."""
     ranks = emulate("shapes.py", "orders", name)[name]
     assert len(ranks[0]) > 20
-    assert all(launched == ranks[0] for launched in ranks)
+    orders = [[(axis, kind) for axis, kind, *_ in launched] for launched in ranks]
+    assert all(order == orders[0] for order in orders)
+
+
+def test_gpu_pipe_launches_in_one_order_at_each_place_and_message_ends_agree(emulate: Emulate) -> None:
+    """NCCL: both ranks of a lane must have the same messages, of the same size, in the same order."""
+    ranks = emulate("shapes.py", "orders", "pipe")["pipe"]
+    lanes: dict[Any, dict[int, Any]] = {}
+    for place in (range(2), range(2, 4)):
+        orders = [[what for *what, _ in ranks[rank]] for rank in place]  # without the ranks that meet
+        assert len(orders[0]) > 100
+        assert all(order == orders[0] for order in orders)
+    for rank, launched in enumerate(ranks):
+        for axis, *message, ends in launched:
+            if axis.startswith("pipe "):
+                lanes.setdefault((axis, *ends), {}).setdefault(rank, []).append(message)
+    assert len(lanes) == 2 * 4  # forward and backward, and both around
+    for (_, *ends), messages in lanes.items():
+        one, other = (messages[rank] for rank in ends)
+        assert one == other
+        assert len(one) >= 2 * 2  # micro-batches, sub-batches
 
 
 def test_gpu_step_that_is_broken_is_noticed(emulate: Emulate) -> None:

@@ -29,6 +29,7 @@ from cuboid.plan.cost.one_d import one_d_cost
 from cuboid.plan.cost.two_d import two_d_cost
 from cuboid.plan.layer import Choice
 from cuboid.run.launch import World
+from cuboid.step.pipeline import Split, orders
 from cuboid.step.runner import At
 from cuboid.step.schedule import OFF, Schedule
 
@@ -62,6 +63,7 @@ class Layout:
     beside: bool = False  # a cuboid that runs each forward beside the previous micro-batch's backward
     choice: Choice | None = None  # a cuboid's, as planned; None: the problem's policy, and the schedule that suits
     micro_batches: int = 1  # that a cuboid's batch is split into
+    pipeline: str = "1f1b"  # the schedule of a pipe, unless planned
 
     @property
     def native(self) -> bool:
@@ -95,12 +97,11 @@ class Layout:
             return f"{self.way} {k.x}×{k.y}"
         long = [axis for axis in k.order if k.sizes[axis] > 1]
         order = "" if long == sorted(long) else " " + "".join(long)
+        way = "cuboid" if self.way == "pipe" else self.way
         if self.choice is not None:
             many = f", {self.micro_batches} micro-batches" * (self.micro_batches > 1)
-            piped = f" {k.pipe} ×", f", {self.choice.schedule.pipeline}"
-            before, after = piped if k.pipe > 1 else ("", "")
-            return f"{self.way}{before} {replace(k, pipe=1)}{after}{many}"
-        return f"{self.way} {k.x},{k.y},{k.z}{order}" + ("" if self.overlap else ", nothing hidden")
+            return f"{way} {k}" + f", {self.choice.schedule.pipeline}" * (k.pipe > 1) + many
+        return f"{way} {k}{order}" + ("" if self.overlap else ", nothing hidden")
 
     def cost(self, problem: Problem, rank: int) -> Cost:
         """The cost of one step on one rank, by formula."""
@@ -129,8 +130,12 @@ class Layout:
             return self.choice
         if not self.cuboidal or not self.overlap:
             return Choice(policy=problem.policy, schedule=OFF)
-        suits = suitable_schedule(problem.config, self.shape, problem.batch, problem.seq, 4, problem.apart)
-        return Choice(policy=problem.policy, schedule=replace(suits, beside=self.beside))
+        batch = problem.batch // self.micro_batches
+        suits = suitable_schedule(problem.config, self.shape, batch, problem.seq, 4, problem.apart)
+        schedule = replace(suits, beside=self.beside)
+        if self.shape.pipe > 1:
+            schedule = replace(schedule, pipeline=self.pipeline, stages=stages_of(self.pipeline))
+        return Choice(policy=problem.policy, schedule=schedule)
 
     def native_options(self, problem: Problem) -> dict[str, bool]:
         """Options of `Native` and of its cost."""
@@ -205,7 +210,7 @@ class ModelRunner:
         taken = [(place.take(ids, 0), place.take(wanted, -100)) for ids, wanted in parts]
         if of.count(self._problem) > 1 or of.shape.pipe > 1:
             batches = [(ids, At(place, wanted)) for ids, wanted in taken] * self._problem.micro_batches
-            return self.module.play(batches)[-1].requires_grad_()
+            return torch.stack(self.module.play(batches)).mean().requires_grad_()
         loss: Tensor = self.module(*taken[0], place)
         return loss
 
@@ -302,6 +307,32 @@ def _natives(shape: Cuboid, ddp: bool) -> Iterator[Layout]:
     yield Layout("native ideal", shape, tuned=shape.x > 1)
     if ddp and shape.y == 1 < shape.x:
         yield Layout("DDP", shape)
+
+
+def stages_of(pipeline: str) -> int:
+    """Stages of a rank."""
+    return 2 if pipeline == "interleaved" else 1
+
+
+def on_pipes(problem: Problem, ranks: int, pipe: int, pipeline: str, micro_batches: int) -> Iterator[Layout]:
+    """All cuboids of this number of ranks on a pipe of so many places, where the batch is split into micro-batches.
+    Raises ValueError if there is no such pipe, whatever the cuboid."""
+    if ranks % pipe:
+        divisors = [str(n) for n in range(2, ranks + 1) if ranks % n == 0]
+        other = f", or pipe of {', '.join(divisors)}" if divisors else ""
+        raise ValueError(
+            f"{ranks} ranks cannot be split into pipe={pipe} places; use a multiple of {pipe} ranks{other}"
+        )
+    if problem.batch % micro_batches:
+        choices = ", ".join(str(n) for n in range(1, problem.batch + 1) if problem.batch % n == 0)
+        raise ValueError(
+            f"batch={problem.batch} cannot be split into {micro_batches} micro-batches; use a divisor of it: {choices}"
+        )
+    schedule = Schedule(pipeline=pipeline, stages=stages_of(pipeline))
+    Split.of(problem.config.layers, pipe, schedule)
+    orders(schedule, pipe, micro_batches)
+    for shape in feasible(replace(problem, batch=problem.batch // micro_batches), ranks // pipe):
+        yield Layout("pipe", replace(shape, pipe=pipe), pipeline=pipeline, micro_batches=micro_batches)
 
 
 def possible(layouts: Iterable[Layout], problem: Problem) -> tuple[list[Layout], dict[str, str]]:

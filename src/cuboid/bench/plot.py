@@ -124,7 +124,7 @@ def draw_planned(
     """Steps as measured, with their quartiles, and as planned, as PNG and as SVG."""
     figure = Figure(figsize=(9, 1.5 + 0.6 * len(names)), layout="constrained")
     axes, places = figure.subplots(), range(len(names))
-    colours = [COLOURS[name.partition(" ")[0]] for name in names]
+    colours = [COLOURS["pipe" if "pipe=" in name else name.partition(" ")[0]] for name in names]
     axes.barh(places, [step.median for step in steps], 0.6, xerr=_error_bars(steps), capsize=3, color=colours)
     axes.scatter(planned, places, 400, "black", marker="|", label="planned", zorder=3)
     axes.set_yticks(places, names)

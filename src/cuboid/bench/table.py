@@ -56,7 +56,7 @@ def _times(rows: Sequence[Row]) -> Columns:
         return f"{first.spread('step').median / row.spread('step').median:.2f}"
 
     columns: Columns = {"step": partial(_median, "step"), "quartiles": quartiles}
-    columns |= {"fwd": partial(_median, "forward"), "bwd": partial(_median, "backward")}
+    columns |= {"fwd": partial(_phase, "forward"), "bwd": partial(_phase, "backward")}
     columns |= {"opt": lambda row: f"{row.spread('optimizer').median:.2g}"}
     columns |= {f"× {first.layout.way}".replace("native ", "native\n"): faster}
     if first.slow is not None:
@@ -66,6 +66,11 @@ def _times(rows: Sequence[Row]) -> Columns:
 
 def _median(part: str, row: Row) -> str:
     return f"{row.spread(part).median:.3g}"
+
+
+def _phase(part: str, row: Row) -> str:
+    """On a pipe forwards and backwards alternate."""
+    return "–" if row.layout.shape.pipe > 1 else _median(part, row)
 
 
 def _share(part: str, row: Row) -> str:
@@ -112,6 +117,7 @@ def _slow_remarks(rows: Sequence[Row]) -> list[str]:
         "the same figures; CPU: of the cores' time, the ranks' own; "
         f"counts: whether that is at most {MOST_CPU:.0%}, or with --quick at most {MOST_CPU_ROUGH:.0%}, which is rough."
     ]
+    lines += _of_pipes(rows)
     wrong = [row.layout.name for row in rows if not row.as_predicted]
     lines.append(f"Bytes differ from the formula: {', '.join(wrong)}." if wrong else "Bytes equal the formula's.")
     for how in ("rough", "not counted"):
@@ -119,6 +125,12 @@ def _slow_remarks(rows: Sequence[Row]) -> list[str]:
         if names:
             lines.append(f"{how.capitalize()}: {names}: the ranks' own work took too much; use a larger factor.")
     return lines
+
+
+def _of_pipes(rows: Sequence[Row]) -> list[str]:
+    """The schedules and micro-batches of pipes that are not planned, whose names do not have them."""
+    pipes = [row.layout for row in rows if row.layout.shape.pipe > 1 and row.layout.choice is None]
+    return list(dict.fromkeys(f"On pipes: {of.pipeline}, {of.micro_batches} micro-batches." for of in pipes))
 
 
 def against_native(rows: Sequence[Row]) -> str:
@@ -139,6 +151,7 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
         rows[0].rate
     )
     lines = [f"Seconds per step; sent, peak: bytes of a rank{crossed}; waited: of the step, for communication."]
+    lines += _of_pipes(rows)
     wrong = [row.layout.name for row in rows if not row.as_predicted]
     lines.append(f"Bytes differ from the formula: {', '.join(wrong)}." if wrong else "Bytes equal the formula's.")
     if rows[0].rate:

@@ -23,7 +23,8 @@ Counts = dict[str, dict[str, tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Count:
-    """What does not depend on the clock, of one step on one rank. The peak is 0 except on rank 0."""
+    """What does not depend on the clock, of one step on one rank. The peak is 0 except on the first rank, of a pipe
+    on the first of each place."""
 
     loss: float | None  # None on emulated devices, which compute no values
     traffic: Counts  # (calls, bytes) per axis and collective
@@ -59,10 +60,11 @@ def slowest(ranks: Sequence[Sequence[Times]]) -> list[Times]:
 
 
 def count(world: World, layout: Layout, problem: Problem, slow: SlowMotion | None = None) -> Count:
-    """One step, under rank 0's memory meter, which slows a rank down, so the others go without. The FLOP counter holds
-    on to tensors, so native, whose FLOPs have no formula, takes a second one. On emulated devices nothing is computed,
-    nor does it take any time here."""
-    runner, metered = layout.runner(problem, world), world.rank == 0
+    """One step, under the first rank's memory meter, which slows a rank down, so the others go without; on a pipe each
+    place has one. The FLOP counter holds on to tensors, so native, whose FLOPs have no formula, takes a second one. On
+    emulated devices nothing is computed, nor does it take any time here."""
+    at = layout.shape.coordinates(world.rank)
+    runner, metered = layout.runner(problem, world), not any(at[axis] for axis in at if axis != "pipe")
     memory, predicted = Memory(runner.module), layout.cost(problem, world.rank)
     try:
         with device_of(slow and slow.instant(), world):

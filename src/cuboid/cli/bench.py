@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,7 +48,7 @@ PAPER = {
     "weak": Setting("8,64", hidden=128, heads=64, batch=8, seq=64, rate="", rounds=3),
 }
 
-MODEL, MACHINE, RUN = "Model and batch", "Ranks and network", "Measurement"
+MODEL, MACHINE, RUN, PIPES = "Model and batch", "Ranks and network", "Measurement", "Pipes"
 
 
 RANKS = Annotated[str, option("Numbers of ranks, such as 8,64.", MACHINE)]
@@ -167,6 +168,19 @@ def layouts(
     vocab: VOCAB = LAYOUTS.vocab,
     batch: BATCH = LAYOUTS.batch,
     seq: SEQ = LAYOUTS.seq,
+    pipe: Annotated[
+        int,
+        option(
+            "Cuboids on a pipe of so many places run too. Without --layers the model has at least a block per stage.",
+            PIPES,
+            1,
+        ),
+    ] = 1,
+    pipeline: Annotated[str, option("With --pipe: gpipe, 1f1b, interleaved, zero-bubble or beside.", PIPES)] = "1f1b",
+    micro_batches: Annotated[
+        int | None,
+        option("With --pipe: micro-batches that it splits the batch into.", PIPES, 1, otherwise="twice --pipe"),
+    ] = None,
     activations: ACTIVATIONS = "retain",
     weights: WEIGHTS = "regather",
     rounds: ROUNDS = LAYOUTS.rounds,
@@ -175,7 +189,15 @@ def layouts(
     quick: SMALLER = False,
     out: OUT = Path("bench"),
 ) -> None:
-    """All layouts and cuboids of one number of ranks, PyTorch's own included."""
+    """All layouts and cuboids of one number of ranks, PyTorch's own included.
+
+    With --pipe also every cuboid on a pipe, such as 'cuboid 1,2,2 pipe=2'; only pipes have micro-batches.
+
+    Examples:
+      cuboid bench layouts --quick
+      cuboid bench layouts --pipe 2 --micro-batches 8 --only cuboid
+      cuboid bench layouts --pipe 2 --only 'cuboid 1,2,2 pipe=2' --only 1-D
+    """
     timed("layouts", ctx)
 
 
@@ -358,7 +380,10 @@ def timed(what: str, ctx: typer.Context) -> None:
         o |= {name: value for name, value in asdict(own).items() if name not in given}
     _check_policy(o["activations"], o["weights"])
     sizes = _whole_numbers(o["ranks"])
-    from cuboid.bench.layouts import begin_with, every, possible, scaling
+    pipe, pipeline = o.get("pipe", 1), o.get("pipeline", "1f1b")
+    micro_batches = o.get("micro_batches") or 2 * pipe
+    _check_pipes(pipe, pipeline, given, only)
+    from cuboid.bench.layouts import begin_with, every, on_pipes, possible, scaling, stages_of
     from cuboid.bench.plot import draw
     from cuboid.bench.problem import Problem
     from cuboid.bench.result import Result
@@ -399,6 +424,8 @@ def timed(what: str, ctx: typer.Context) -> None:
             )
     if any(rates):
         try_hosts("or run on this machine's loopback with --rate ''")
+    if pipe > 1 and "layers" not in given:
+        o["layers"] = max(o["layers"], pipe * stages_of(pipeline))
     model = ModelConfig("gpt2", o["layers"], o["hidden"], o["heads"], o["vocab"], context=o["seq"], tied=False)
     base = Problem(model, o["batch"], o["seq"], policy)
     if slow is not None and slow.shrink > 1 and is_first():
@@ -406,7 +433,8 @@ def timed(what: str, ctx: typer.Context) -> None:
     trials = []
     for size in sizes:
         problem = base.grown(size, sizes[0]) if what == "weak" else base
-        found = every(problem, size, slow is not None) if what == "layouts" else scaling(problem, size, per_host)
+        found = list(every(problem, size, slow is not None) if what == "layouts" else scaling(problem, size, per_host))
+        found += on_pipes(problem, size, pipe, pipeline, micro_batches) if pipe > 1 else ()
         runnable, left_out = possible(found, problem)
         able = {layout.name: layout for layout in runnable}
         chosen = [able[name] for name in begin_with(only, list(able), left_out)]
@@ -450,6 +478,16 @@ def _reject_torchrun(what: str) -> None:
 def _check_policy(activations: str, weights: str) -> None:
     one_of("--activations", activations, ("regather", "retain"))
     one_of("--weights", weights, ("regather", "retain"))
+
+
+def _check_pipes(pipe: int, pipeline: str, given: set[str], only: Sequence[str]) -> None:
+    from cuboid.step.schedule import PIPELINES
+
+    one_of("--pipeline", pipeline, PIPELINES)
+    named = [f"--only {each!r}" for each in only if "pipe=" in each]
+    named += [f"--{name.replace('_', '-')}" for name in ("pipeline", "micro_batches") if name in given]
+    if pipe == 1 and named:
+        raise ValueError(f"{', '.join(named)}: there are no pipes without --pipe; add --pipe 2, or another number")
 
 
 def _console() -> Console:

@@ -85,7 +85,7 @@ def check(path: Path, hw: Hardware) -> list[Check]:
     """Returns a check for every network in the file."""
     try:
         found = json.loads(path.read_text("utf-8"))
-        rows = [row for row in found["rows"] if row["way"] == "cuboid" and row["spread"]]
+        rows = [row for row in found["rows"] if row["way"] in ("cuboid", "pipe") and row["spread"]]
         per_host = found["settings"].get("per_host", 1)
         rates = list(dict.fromkeys(row["rate"] for row in rows))
         return [_check(path, hw, [row for row in rows if row["rate"] == rate], rate, per_host) for rate in rates]
@@ -121,7 +121,9 @@ def _step(hw: Hardware, row: dict[str, Any]) -> CheckedStep:
         Schedule.stored(row["schedule"]),
     )
     policy = Policy(**{each.name: problem["policy"][each.name] for each in fields(Policy)})
-    predicted = predict(hw, Work(config, batch, seq, "fp32"), cuboid, Choice("none", policy, schedule))
+    count = row.get("micro_batches", 1)
+    work = Work(config, batch // count, seq, "fp32", count)
+    predicted = predict(hw, work, cuboid, Choice(row.get("recompute", "none"), policy, schedule))
     step = row["spread"]["step"]
     return CheckedStep(_name(row), step["median"], step["low"], step["high"], predicted.seconds)
 

@@ -10,16 +10,18 @@ candidates, all with the same number of places.
 With many micro-batches a few rounds are simulated, and every further round takes as long as the last.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuboid.mesh.cuboid import AXES, Cuboid
-from cuboid.model.freeze import Trained
+from cuboid.model.freeze import Trained, block_names
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import STORED, Choice, Work
 from cuboid.plan.memory import Footprint, memory
@@ -28,16 +30,42 @@ from cuboid.plan.sizes import Segment, Sizes, added
 from cuboid.plan.step import STEADY, StageTotals, prices_of, stage_totals
 from cuboid.plan.tape import Totals
 from cuboid.plan.time import Array, Prices
-from cuboid.step.pipeline import Slots, Split, orders, simulate
+from cuboid.step.pipeline import Slots, Split, backward_until, orders, simulate
 from cuboid.step.schedule import Move, Order, Schedule
 
 FIRST, MIDDLE, LAST = Segment(ends=False), Segment(embeds=False, ends=False), Segment(embeds=False)
 ROUNDS = 3  # simulated rounds, of as many micro-batches as places
 
 
-def stage_work(work: Work, layers: int = STEADY + 1) -> Work:
-    """The work of a stage of `layers` blocks. Both ends have a tied embedding. Frozen parameters count as trained."""
-    return replace(work, config=work.config.replace(layers=layers, tied=False), freeze="")
+def stage_work(work: Work, layers: int = STEADY + 1, freeze: str = "") -> Work:
+    """The work of a stage of `layers` blocks. Both ends have a tied embedding."""
+    return replace(work, config=work.config.replace(layers=layers, tied=False), freeze=freeze)
+
+
+class Part(NamedTuple):
+    """A stage by itself: its blocks, and a pattern of its frozen parameters."""
+
+    segment: Segment
+    blocks: int
+    freeze: str = ""
+
+
+def part_of(trained: Trained, segment: Segment, layers: range) -> Part:
+    """The stage that has these blocks of a model. If nothing below it is trained, backward ends in it, as if it had a
+    frozen embedding."""
+    if not trained.freeze:
+        return Part(segment, len(layers))
+    config, every = trained.config, frozenset(block_names(trained.config))
+    names = [f"blocks.{i}.{name}" for i, layer in enumerate(layers) for name in sorted(every - trained.block(layer))]
+    tables, ends = ["embed.weight", "positions.weight"], ["norm.weight", "norm.bias"]
+    if segment.embeds:
+        names += [name for name, each in zip(tables, trained.tables(), strict=False) if not each]
+    elif trained.lowest > layers.start:
+        names += tables[: 2 - config.rotary]
+    if segment.ends:
+        names += [name for name, each in zip(ends, trained.norm(), strict=False) if not each]
+        names += ["head.weight"] * (not trained.head)
+    return Part(segment, len(layers), f"^({'|'.join(map(re.escape, names))})$" if names else "")
 
 
 class Pieces:
@@ -53,7 +81,8 @@ class Pieces:
         of: Mapping[Segment, StageTotals] | None = None,
     ) -> None:
         self.prices, self.work, self.sizes, self.choice, self.overlap = prices, work, sizes, choice, overlap
-        self._memory: dict[tuple[Segment, int, bool, int], Footprint] = {}
+        self._memory: dict[tuple[Part, bool, int], Footprint] = {}
+        self._frozen: dict[tuple[Part, bool], tuple[Totals, Totals]] = {}
         self.of = of or {
             segment: stage_totals(prices, stage_work(work), sizes, choice, segment, overlap, last=False)
             for segment in (FIRST, MIDDLE, LAST)
@@ -75,19 +104,50 @@ class Pieces:
             found[segment] = last.plus(other, -1)
         return found
 
-    def memory(self, segment: Segment, blocks: int, before: bool, choice: Choice) -> Footprint:
+    def totals(self, part: Part) -> tuple[Totals, Totals]:
+        """The totals of a stage's forward, and of its forward and backward."""
+        return self._played(part, last=False) if part.freeze else self.of[part.segment].of(part.blocks)
+
+    def tail(self, part: Part) -> Totals:
+        """As `tails`, of a stage with frozen parameters."""
+        last, other = (self._played(part, last)[1] for last in (True, False))
+        return last.plus(other, -1)
+
+    def _played(self, part: Part, last: bool) -> tuple[Totals, Totals]:
+        if (part, last) not in self._frozen:
+            work = stage_work(self.work, part.blocks, part.freeze)
+            found = stage_totals(self.prices, work, self.sizes, self.choice, part.segment, self.overlap, last)
+            self._frozen[part, last] = found.of(part.blocks)
+        return self._frozen[part, last]
+
+    def memory(self, part: Part, before: bool, choice: Choice) -> Footprint:
         """The peak of one stage's backward, with or without gradients of earlier micro-batches."""
-        key = segment, blocks, before, choice.schedule.stages
+        key = part, before, choice.schedule.stages
         if key not in self._memory:
-            work = replace(stage_work(self.work, blocks), micro_batches=2 if before else 1)
-            saved = self.of[segment].of(blocks)[1].saved
-            self._memory[key] = memory(self.prices.hw, work, self.sizes, choice, saved, segment)
+            work = replace(stage_work(self.work, part.blocks, part.freeze), micro_batches=2 if before else 1)
+            saved = self.totals(part)[1].saved
+            self._memory[key] = memory(self.prices.hw, work, self.sizes, choice, saved, part.segment)
         return self._memory[key]
 
     def block(self, segment: Segment) -> Array:
         """Seconds that a block adds to a stage."""
         before, after, back_before, back_after = (each.seconds for each in self.of[segment].marks)
         return after - before + back_after - back_before
+
+
+def merged(parts: Sequence[tuple[Array, Any]]) -> Any:
+    """For each candidate the totals, or the footprint, of the part whose flag is set."""
+
+    def choose(here: Array, one: Any, other: Any) -> Any:
+        if isinstance(one, dict):
+            return {key: choose(here, one.get(key, 0), other.get(key, 0)) for key in one.keys() | other.keys()}
+        return np.where(here, one, other)
+
+    (_, found), *others = parts
+    for here, each in others:
+        values = (choose(here, getattr(each, field.name), getattr(found, field.name)) for field in fields(found))
+        found = type(found)(*values)
+    return found
 
 
 def segment_of(stage: int, last: int) -> Segment:
@@ -189,12 +249,34 @@ class Pipelines:
         self.schedule, self.choice = schedule, replace(pieces.choice, schedule=schedule)
         self.pipe, self.m = int(self.sizes.pipe[0]), self.work.micro_batches
         self.count = self.pipe * schedule.stages  # number of stages
-        self._tails = (tails or pieces).tails
+        self._trained, self._tails = Trained(self.work.config, self.work.freeze), tails or pieces
         self._segments = [segment_of(stage, self.count - 1) for stage in range(self.count)]
         self.orders = orders(schedule, self.pipe, self.m)
         self.blocks = {"": self._given, "time": self._for_time, "memory": self._for_memory}[least]()
-        self.totals = [pieces.of[segment].of(n) for segment, n in zip(self._segments, self.blocks, strict=True)]
+        self._of_one: dict[int, Array] = {}  # what one backward of a stage leaves
+        self.parts = [self._parts(stage) for stage in range(self.count)]
+        self.lowest = self._lowest()
+        self.totals = [self._totals(stage) for stage in range(self.count)]
         self.seconds, self.ends = self._seconds()
+
+    def _parts(self, stage: int) -> list[tuple[Array, Part]]:
+        """What a stage may be, and of which candidates."""
+        first, found = self.blocks[:stage].sum(0) * bool(self.work.freeze), list[tuple[Array, Part]]()
+        for start, n in np.unique(np.stack([first, self.blocks[stage]]), axis=1).T.tolist():
+            part = part_of(self._trained, self._segments[stage], range(start, start + n))
+            found.append(((first == start) & (self.blocks[stage] == n), part))
+        return found
+
+    def _lowest(self) -> Array:
+        """The first stage of each candidate that has something to train, where backward ends."""
+        ends = self.blocks.cumsum(0)
+        return np.minimum((ends < self._trained.lowest).sum(0), self.count - 1)
+
+    def _totals(self, stage: int) -> tuple[Totals, Totals]:
+        if not self.work.freeze:
+            return self.pieces.of[self._segments[stage]].of(self.blocks[stage])
+        found = [(here, self.pieces.totals(part)) for here, part in self.parts[stage]]
+        return merged([(here, each[0]) for here, each in found]), merged([(here, each[1]) for here, each in found])
 
     # Split
 
@@ -247,21 +329,32 @@ class Pipelines:
 
     def _seconds(self) -> tuple[Array, list[Array]]:
         """Seconds of the step, and when each place ends its moves."""
-        ends = simulated(
-            lambda count: orders(self.schedule, self.pipe, count), self.pipe, self.m, self._part, self._hop()
-        )
+        zero, hop = np.zeros(len(self.sizes.cuboids)), self._hop()
+        ends = [zero] * self.pipe
+        for lowest in np.unique(self.lowest).tolist():
+
+            def orders_of(count: int, lowest: int = lowest) -> list[Order]:
+                return backward_until(lowest, orders(self.schedule, self.pipe, count))
+
+            found = simulated(orders_of, self.pipe, self.m, self._part, hop)
+            ends = [np.where(self.lowest == lowest, *each) for each in zip(found, ends, strict=True)]
         done = [end + self.tail(place).seconds for place, end in enumerate(ends)]
         return np.maximum.reduce(done) + self._exchange(), ends
 
     def tail(self, place: int) -> Totals:
-        first, *others = (self._tails[self._segments[stage]] for stage in self.stages(place))
+        first, *others = map(self._tail, self.stages(place))
         for each in others:
             first = first.plus(each, 1)
         return first
 
+    def _tail(self, stage: int) -> Totals:
+        if not self.work.freeze:
+            return self._tails.tails[self._segments[stage]]
+        return merged([(here, self._tails.tail(part)) for here, part in self.parts[stage]])
+
     def _exchange(self) -> Array:
         """Seconds to exchange a tied embedding's gradients between the first and the last place."""
-        if not self.work.config.tied:
+        if not self.work.config.tied or not self._trained.embed:
             return np.zeros(len(self.sizes.cuboids))
         size = self.sizes.head_weight.shard * STORED
         return hops(self.hw, self.sizes, size)[-1]
@@ -279,6 +372,10 @@ class Pipelines:
                 found[-1] = found[-1].plus(self.totals[stage][1], self.m)
         return found
 
+    def orders_of(self, i: int) -> list[Order]:
+        """The moves of a candidate, by place."""
+        return backward_until(int(self.lowest[i]), self.orders)
+
     def slots(self, i: int) -> Slots:
         """Start and end of a candidate's moves."""
 
@@ -286,15 +383,15 @@ class Pipelines:
             return float(np.broadcast_to(value, len(self.sizes.cuboids))[i])
 
         hop = self._hop()
-        return simulate(self.orders, lambda move: one(self._part(move)), lambda move: one(hop(move)))
+        return simulate(self.orders_of(i), lambda move: one(self._part(move)), lambda move: one(hop(move)))
 
     # Memory
 
-    def _alive(self, place: int) -> list[tuple[Move, Counter[int], Counter[int], bool]]:
+    def _alive(self, order: Order) -> list[tuple[Move, Counter[int], Counter[int], bool]]:
         """For each backward of a place: how many other forwards of each stage are alive, how many backwards have
         postponed their weight gradients, and whether there are gradients of earlier micro-batches."""
         alive, left, found, any_before = Counter[int](), Counter[int](), [], False
-        for moves in self.orders[place]:
+        for moves in order:
             for kind, _, stage in moves:
                 alive[stage] += kind == "F"
             for move in moves:
@@ -311,16 +408,22 @@ class Pipelines:
         """The most forwards of each stage that are alive at a time."""
         found = [0] * self.count
         for place in range(self.pipe):
-            for move, alive, _, _ in self._alive(place):
+            for move, alive, _, _ in self._alive(self.orders[place]):
                 for stage in self.stages(place):
                     found[stage] = max(found[stage], alive[stage] + (stage == move.stage))
         return found
 
     def footprint(self, place: int) -> Footprint:
-        """The largest footprint of a place, over its backwards."""
-        found: list[Footprint] = []
+        """The largest footprint of a place, over its backwards; if it has none, of a forward."""
+        return merged([(self.lowest == each, self._footprint(place, each)) for each in np.unique(self.lowest).tolist()])
+
+    def _footprint(self, place: int, lowest: int) -> Footprint:
+        """The same, for candidates whose lowest trained stage this is."""
+        nothing = np.zeros_like(self.sizes.x)
+        found = [self._of_stage(stage, False, nothing, stage > 0) for stage in self.stages(place) if stage < lowest]
+        order = backward_until(lowest, self.orders)[place]
         others: dict[tuple[int, bool], list[Array]] = {}  # by stage, and whether there are earlier gradients
-        for move, alive, left, before in self._alive(place):
+        for move, alive, left, before in self._alive(order):
             held = [self._saved(each, count) for each, count in alive.items()]
             held += [self._left(each, count) for each, count in left.items()]
             if (
@@ -345,34 +448,45 @@ class Pipelines:
         return count * self.totals[stage][1].saved
 
     def _left(self, stage: int, count: int) -> Array:
-        """Operands of the postponed weight gradients of `count` backwards: X and dY of every product, gathered, and the
-        shards of X."""
-        s, c, blocks = self.sizes, self.work.config, self.blocks[stage]
-        inner = s.f * (2 if c.gated else 1)
-        products = s.d + s.q + 2 * s.kv + s.q + s.d + s.d + inner + s.f + s.d
-        shards = np.where(s.y > 1, 2 * s.d // s.y, 0) + np.where(s.z > 1, (s.q + s.f) // s.z, 0)
-        return count * blocks * s.m * (products + shards) * self.pieces.prices.itemsize
+        """What weight gradients of so many backwards are made of."""
+        if stage not in self._of_one:
+            self._of_one[stage] = self._left_of_one(stage)
+        return count * self._of_one[stage]
 
-    def _of_stage(self, stage: int, before: bool, others: Array) -> Footprint:
-        """The footprint of a stage's backward, with `others` saved and the place's other stages at rest."""
+    def _left_of_one(self, stage: int) -> Array:
+        """X and dY of every product, gathered, and the shards of X that it was gathered from."""
+        s, c, found = self.sizes, self.work.config, np.zeros_like(self.sizes.x)
+        inner, over_y = s.f * (2 if c.gated else 1), np.where(s.y > 1, s.d // s.y, 0)
+        products = {
+            ("attention.q", "attention.k", "attention.v"): s.d + s.q + 2 * s.kv + over_y,
+            ("attention.out",): s.q + s.d + np.where(s.z > 1, s.q // s.z, 0),
+            ("mlp.gate", "mlp.up"): s.d + inner + over_y,
+            ("mlp.down",): s.f + s.d + np.where(s.z > 1, s.f // s.z, 0),
+        }
+        for here, part in self.parts[stage]:
+            trained = Trained(stage_work(self.work, part.blocks).config, part.freeze)
+            blocks = Counter(trained.block(i) for i in range(part.blocks))
+            for names, size in products.items():
+                times = sum(n for block, n in blocks.items() if any(f"{name}.weight" in block for name in names))
+                found = found + here * times * size
+        return found * s.m * self.pieces.prices.itemsize
+
+    def _of_stage(self, stage: int, before: bool, others: Array, receives: bool = True) -> Footprint:
+        """In its backward, with what others have saved, and what the place's other stages have at rest. `receives`:
+        whether messages come to it."""
         segment, choice = self._segments[stage], self.choice
-        parts: list[tuple[Array, Footprint]] = []
-        for n in np.unique(self.blocks[stage]).tolist():
-            parts.append((self.blocks[stage] == n, self.pieces.memory(segment, n, before, choice)))
-        found = parts[0][1]
-        for here, other in parts[1:]:
-            found = Footprint(
-                *(np.where(here, getattr(other, each.name), getattr(found, each.name)) for each in fields(Footprint))
-            )
+        found = merged([(here, self.pieces.memory(part, before, choice)) for here, part in self.parts[stage]])
         others_here = [each for each in self.stages(stage % self.pipe) if each != stage]
-        rest = [self._parameters(self._segments[each], self.blocks[each]) for each in others_here]
-        more = added([np.zeros_like(self.sizes.x), *rest])
+        rest, trained = ([self._held(each, of) for each in others_here] for of in (False, True))
+        nothing = np.zeros_like(self.sizes.x)
+        more, of_more = added([nothing, *rest]), added([nothing, *trained])
         s = self.sizes
-        messages = (not segment.ends) * s.m // s.y * s.d * self.pieces.prices.itemsize  # one is received ahead
+        one_ahead = receives and not segment.ends  # received
+        messages = one_ahead * s.m // s.y * s.d * self.pieces.prices.itemsize
         return Footprint(
             found.parameters + more,
-            found.gradients + more * before,
-            found.optimizer + 2 * more,
+            found.gradients + of_more * before,
+            found.optimizer + 2 * of_more,
             found.activations + others,
             found.buffers + messages,
         )
@@ -381,6 +495,16 @@ class Pipelines:
         """Bytes of a stage's parameters."""
         one, two = (self.sizes.elements(Trained(stage_work(self.work, n).config), segment) for n in (1, 2))
         return STORED * (one + (blocks - 1) * (two - one))
+
+    def _held(self, stage: int, trained: bool) -> Array:
+        """Bytes of a stage's parameters, of all or those that are trained."""
+        if not (trained and self.work.freeze):
+            return self._parameters(self._segments[stage], self.blocks[stage])
+        found = np.zeros_like(self.sizes.x)
+        for here, part in self.parts[stage]:
+            work = stage_work(self.work, part.blocks, part.freeze)
+            found = np.where(here, STORED * self.sizes.elements(Trained(work.config, work.freeze), part.segment), found)
+        return found
 
     @cached_property
     def footprints(self) -> list[Footprint]:

@@ -314,7 +314,7 @@ def timeline(work: Work, plan: Plan) -> list[dict[str, Any]]:
     slots = found.slots(0)
     return [
         {"place": place, "move": move.kind, "micro_batch": move.batch, "stage": move.stage, "start": start, "end": end}
-        for place, order in enumerate(found.orders)
+        for place, order in enumerate(found.orders_of(0))
         for moves in order
         for move in moves
         for start, end in (slots[move],)

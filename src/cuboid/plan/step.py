@@ -158,7 +158,7 @@ class _TimedStep(TimedLayer):
             for table, trained in zip(s.tables, self.trained.tables(), strict=True):
                 if trained:
                     self.reduce([table])
-        else:
+        elif self.lowest < 0:
             self.count_messages("send")
         while self._in_flight:
             self.land()

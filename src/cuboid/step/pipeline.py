@@ -82,8 +82,9 @@ class Split:
 
 
 def _fitting(layers: int, pipe: int, each: int) -> list[str]:
-    found = [f"pipe={layers // each} with {each} each"] if layers // each > 1 else []
-    return found + ([f"pipe={pipe} with {layers // pipe} each"] if layers >= pipe else [f"pipe={layers}"])
+    found = [(layers // each, each)] if layers // each > 1 else []
+    found.append((pipe, layers // pipe) if layers >= pipe else (layers, 1))
+    return [f"pipe={places} with {stages} each" for places, stages in dict.fromkeys(found)]
 
 
 # Orders
