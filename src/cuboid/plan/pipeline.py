@@ -1,7 +1,7 @@
 """The step of a pipeline: how its blocks are split, when its stages run, what they hold. Sizes are arrays over
 candidates, all with the same number of places.
 
-    stages    The first, a middle and the last one are simulated on a `Tape` each; further blocks take the same time.
+    stages    Each is simulated by itself (`plan/stage.py`).
     split     Each block goes to the stage that then takes the least time or, if that does not fit, holds the least.
     step      The moves of every place in the schedule's order, with messages on separate lanes; then the remaining sums
               over replicas, and the optimizer.
@@ -10,148 +10,29 @@ candidates, all with the same number of places.
 With many micro-batches a few rounds are simulated, and every further round takes as long as the last.
 """
 
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuboid.mesh.cuboid import AXES, Cuboid
-from cuboid.model.freeze import Trained, block_names
+from cuboid.model.freeze import Trained
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import STORED, Choice, Work
-from cuboid.plan.memory import Footprint, memory
+from cuboid.plan.memory import Footprint
 from cuboid.plan.memory import planned as memory_planned
 from cuboid.plan.sizes import Segment, Sizes, added
-from cuboid.plan.step import STEADY, StageTotals, prices_of, stage_totals
+from cuboid.plan.stage import LoneStage, StageCosts, lone_stage, merged, segment_of, stage_work
+from cuboid.plan.step import prices_of
 from cuboid.plan.tape import Totals
-from cuboid.plan.time import Array, Prices
+from cuboid.plan.time import Array
 from cuboid.step.pipeline import Slots, Split, backward_until, orders, simulate
 from cuboid.step.schedule import Move, Order, Schedule
 
-FIRST, MIDDLE, LAST = Segment(ends=False), Segment(embeds=False, ends=False), Segment(embeds=False)
 ROUNDS = 3  # simulated rounds, of as many micro-batches as places
-
-
-def stage_work(work: Work, layers: int = STEADY + 1, freeze: str = "") -> Work:
-    """The work of a stage of `layers` blocks. Both ends have a tied embedding."""
-    return replace(work, config=work.config.replace(layers=layers, tied=False), freeze=freeze)
-
-
-class Part(NamedTuple):
-    """A stage by itself: its blocks, and a pattern of its frozen parameters."""
-
-    segment: Segment
-    blocks: int
-    freeze: str = ""
-
-
-def part_of(trained: Trained, segment: Segment, layers: range) -> Part:
-    """The stage that has these blocks of a model. If nothing below it is trained, backward ends in it, as if it had a
-    frozen embedding."""
-    if not trained.freeze:
-        return Part(segment, len(layers))
-    config, every = trained.config, frozenset(block_names(trained.config))
-    names = [f"blocks.{i}.{name}" for i, layer in enumerate(layers) for name in sorted(every - trained.block(layer))]
-    tables, ends = ["embed.weight", "positions.weight"], ["norm.weight", "norm.bias"]
-    if segment.embeds:
-        names += [name for name, each in zip(tables, trained.tables(), strict=False) if not each]
-    elif trained.lowest > layers.start:
-        names += tables[: 2 - config.rotary]
-    if segment.ends:
-        names += [name for name, each in zip(ends, trained.norm(), strict=False) if not each]
-        names += ["head.weight"] * (not trained.head)
-    return Part(segment, len(layers), f"^({'|'.join(map(re.escape, names))})$" if names else "")
-
-
-class Pieces:
-    """Simulated stages of one choice, by segment. `of`: totals that are known already."""
-
-    def __init__(
-        self,
-        prices: Prices,
-        work: Work,
-        sizes: Sizes,
-        choice: Choice,
-        overlap: bool = True,
-        of: Mapping[Segment, StageTotals] | None = None,
-    ) -> None:
-        self.prices, self.work, self.sizes, self.choice, self.overlap = prices, work, sizes, choice, overlap
-        self._memory: dict[tuple[Part, bool, int], Footprint] = {}
-        self._frozen: dict[tuple[Part, bool], tuple[Totals, Totals]] = {}
-        self.of = of or {
-            segment: stage_totals(prices, stage_work(work), sizes, choice, segment, overlap, last=False)
-            for segment in (FIRST, MIDDLE, LAST)
-        }
-
-    def at(self, which: Array, sizes: Sizes) -> "Pieces":
-        """The pieces of the candidates `which`, with their sizes."""
-        prices = prices_of(self.prices.hw, self.work, sizes)
-        of = {segment: totals.at(which) for segment, totals in self.of.items()}
-        return Pieces(prices, self.work, sizes, self.choice, self.overlap, of)
-
-    @cached_property
-    def tails(self) -> dict[Segment, Totals]:
-        """The extra totals of the last micro-batch: sums over replicas, and the optimizer."""
-        layers = max(1, round(self.work.config.layers / int(self.sizes.pipe[0])))
-        each, found = (self.prices, stage_work(self.work, layers), self.sizes, self.choice), {}
-        for segment in (FIRST, MIDDLE, LAST):
-            last, other = (stage_totals(*each, segment, self.overlap, last).of(layers)[1] for last in (True, False))
-            found[segment] = last.plus(other, -1)
-        return found
-
-    def totals(self, part: Part) -> tuple[Totals, Totals]:
-        """The totals of a stage's forward, and of its forward and backward."""
-        return self._played(part, last=False) if part.freeze else self.of[part.segment].of(part.blocks)
-
-    def tail(self, part: Part) -> Totals:
-        """As `tails`, of a stage with frozen parameters."""
-        last, other = (self._played(part, last)[1] for last in (True, False))
-        return last.plus(other, -1)
-
-    def _played(self, part: Part, last: bool) -> tuple[Totals, Totals]:
-        if (part, last) not in self._frozen:
-            work = stage_work(self.work, part.blocks, part.freeze)
-            found = stage_totals(self.prices, work, self.sizes, self.choice, part.segment, self.overlap, last)
-            self._frozen[part, last] = found.of(part.blocks)
-        return self._frozen[part, last]
-
-    def memory(self, part: Part, before: bool, choice: Choice) -> Footprint:
-        """The peak of one stage's backward, with or without gradients of earlier micro-batches."""
-        key = part, before, choice.schedule.stages
-        if key not in self._memory:
-            work = replace(stage_work(self.work, part.blocks, part.freeze), micro_batches=2 if before else 1)
-            saved = self.totals(part)[1].saved
-            self._memory[key] = memory(self.prices.hw, work, self.sizes, choice, saved, part.segment)
-        return self._memory[key]
-
-    def block(self, segment: Segment) -> Array:
-        """Seconds that a block adds to a stage."""
-        before, after, back_before, back_after = (each.seconds for each in self.of[segment].marks)
-        return after - before + back_after - back_before
-
-
-def merged(parts: Sequence[tuple[Array, Any]]) -> Any:
-    """For each candidate the totals, or the footprint, of the part whose flag is set."""
-
-    def choose(here: Array, one: Any, other: Any) -> Any:
-        if isinstance(one, dict):
-            return {key: choose(here, one.get(key, 0), other.get(key, 0)) for key in one.keys() | other.keys()}
-        return np.where(here, one, other)
-
-    (_, found), *others = parts
-    for here, each in others:
-        values = (choose(here, getattr(each, field.name), getattr(found, field.name)) for field in fields(found))
-        found = type(found)(*values)
-    return found
-
-
-def segment_of(stage: int, last: int) -> Segment:
-    return FIRST if stage == 0 else LAST if stage == last else MIDDLE
 
 
 # Which blocks
@@ -244,27 +125,27 @@ class Pipelines:
     """The pipelines of one choice and schedule, for all candidates. `tails` may be those of another choice. Blocks are
     split as the schedule says, or for the `least` "time" or "memory"."""
 
-    def __init__(self, pieces: Pieces, schedule: Schedule, tails: Pieces | None = None, least: str = "") -> None:
-        self.pieces, self.work, self.sizes, self.hw = pieces, pieces.work, pieces.sizes, pieces.prices.hw
-        self.schedule, self.choice = schedule, replace(pieces.choice, schedule=schedule)
+    def __init__(self, costs: StageCosts, schedule: Schedule, tails: StageCosts | None = None, least: str = "") -> None:
+        self.costs, self.work, self.sizes, self.hw = costs, costs.work, costs.sizes, costs.prices.hw
+        self.schedule, self.choice = schedule, replace(costs.choice, schedule=schedule)
         self.pipe, self.m = int(self.sizes.pipe[0]), self.work.micro_batches
         self.count = self.pipe * schedule.stages  # number of stages
-        self._trained, self._tails = Trained(self.work.config, self.work.freeze), tails or pieces
+        self._trained, self._tails = Trained(self.work.config, self.work.freeze), tails or costs
         self._segments = [segment_of(stage, self.count - 1) for stage in range(self.count)]
         self.orders = orders(schedule, self.pipe, self.m)
         self.blocks = {"": self._given, "time": self._for_time, "memory": self._for_memory}[least]()
         self._of_one: dict[int, Array] = {}  # what one backward of a stage leaves
-        self.parts = [self._parts(stage) for stage in range(self.count)]
+        self.variants = [self._variants(stage) for stage in range(self.count)]
         self.lowest = self._lowest()
         self.totals = [self._totals(stage) for stage in range(self.count)]
         self.seconds, self.ends = self._seconds()
 
-    def _parts(self, stage: int) -> list[tuple[Array, Part]]:
+    def _variants(self, stage: int) -> list[tuple[Array, LoneStage]]:
         """What a stage may be, and of which candidates."""
-        first, found = self.blocks[:stage].sum(0) * bool(self.work.freeze), list[tuple[Array, Part]]()
+        first, found = self.blocks[:stage].sum(0) * bool(self.work.freeze), list[tuple[Array, LoneStage]]()
         for start, n in np.unique(np.stack([first, self.blocks[stage]]), axis=1).T.tolist():
-            part = part_of(self._trained, self._segments[stage], range(start, start + n))
-            found.append(((first == start) & (self.blocks[stage] == n), part))
+            variant = lone_stage(self._trained, self._segments[stage], range(start, start + n))
+            found.append(((first == start) & (self.blocks[stage] == n), variant))
         return found
 
     def _lowest(self) -> Array:
@@ -274,8 +155,8 @@ class Pipelines:
 
     def _totals(self, stage: int) -> tuple[Totals, Totals]:
         if not self.work.freeze:
-            return self.pieces.of[self._segments[stage]].of(self.blocks[stage])
-        found = [(here, self.pieces.totals(part)) for here, part in self.parts[stage]]
+            return self.costs.of[self._segments[stage]].of(self.blocks[stage])
+        found = [(here, self.costs.totals(variant)) for here, variant in self.variants[stage]]
         return merged([(here, each[0]) for here, each in found]), merged([(here, each[1]) for here, each in found])
 
     # Split
@@ -287,8 +168,8 @@ class Pipelines:
     def _for_time(self) -> Array:
         fixed, each = [], []
         for segment in self._segments:
-            each.append(self.pieces.block(segment))
-            fixed.append(self.pieces.of[segment].both.seconds - self.pieces.of[segment].layers * each[-1])
+            each.append(self.costs.block(segment))
+            fixed.append(self.costs.of[segment].both.seconds - self.costs.of[segment].layers * each[-1])
         return dealt(self.work.config.layers, fixed, each)
 
     def _for_memory(self) -> Array:
@@ -296,7 +177,7 @@ class Pipelines:
         fixed, each, alive = [], [], self._most_alive()
         for stage, segment in enumerate(self._segments):
             one, two = (
-                4 * self._parameters(segment, n) + alive[stage] * self.pieces.of[segment].of(n)[1].saved for n in (1, 2)
+                4 * self._parameters(segment, n) + alive[stage] * self.costs.of[segment].of(n)[1].saved for n in (1, 2)
             )
             each.append(two - one)
             fixed.append(2 * one - two)
@@ -304,7 +185,7 @@ class Pipelines:
 
     # Time
 
-    def _part(self, move: Move) -> Array:
+    def _duration(self, move: Move) -> Array:
         """Seconds of a move."""
         forward, both = self.totals[move.stage]
         if move.kind == "F":
@@ -315,7 +196,7 @@ class Pipelines:
         return both.seconds - forward.seconds - left
 
     def _hop(self) -> Callable[[Move], Array]:
-        s, itemsize = self.sizes, self.pieces.prices.itemsize
+        s, itemsize = self.sizes, self.costs.prices.itemsize
         between = hops(self.hw, s, s.m // s.y * s.d * itemsize)
         last = self.count - 1
 
@@ -336,7 +217,7 @@ class Pipelines:
             def orders_of(count: int, lowest: int = lowest) -> list[Order]:
                 return backward_until(lowest, orders(self.schedule, self.pipe, count))
 
-            found = simulated(orders_of, self.pipe, self.m, self._part, hop)
+            found = simulated(orders_of, self.pipe, self.m, self._duration, hop)
             ends = [np.where(self.lowest == lowest, *each) for each in zip(found, ends, strict=True)]
         done = [end + self.tail(place).seconds for place, end in enumerate(ends)]
         return np.maximum.reduce(done) + self._exchange(), ends
@@ -350,7 +231,7 @@ class Pipelines:
     def _tail(self, stage: int) -> Totals:
         if not self.work.freeze:
             return self._tails.tails[self._segments[stage]]
-        return merged([(here, self._tails.tail(part)) for here, part in self.parts[stage]])
+        return merged([(here, self._tails.tail(variant)) for here, variant in self.variants[stage]])
 
     def _exchange(self) -> Array:
         """Seconds to exchange a tied embedding's gradients between the first and the last place."""
@@ -383,7 +264,7 @@ class Pipelines:
             return float(np.broadcast_to(value, len(self.sizes.cuboids))[i])
 
         hop = self._hop()
-        return simulate(self.orders_of(i), lambda move: one(self._part(move)), lambda move: one(hop(move)))
+        return simulate(self.orders_of(i), lambda move: one(self._duration(move)), lambda move: one(hop(move)))
 
     # Memory
 
@@ -463,26 +344,26 @@ class Pipelines:
             ("mlp.gate", "mlp.up"): s.d + inner + over_y,
             ("mlp.down",): s.f + s.d + np.where(s.z > 1, s.f // s.z, 0),
         }
-        for here, part in self.parts[stage]:
-            trained = Trained(stage_work(self.work, part.blocks).config, part.freeze)
-            blocks = Counter(trained.block(i) for i in range(part.blocks))
+        for here, variant in self.variants[stage]:
+            trained = Trained(stage_work(self.work, variant.blocks).config, variant.freeze)
+            blocks = Counter(trained.block(i) for i in range(variant.blocks))
             for names, size in products.items():
                 times = sum(n for block, n in blocks.items() if any(f"{name}.weight" in block for name in names))
                 found = found + here * times * size
-        return found * s.m * self.pieces.prices.itemsize
+        return found * s.m * self.costs.prices.itemsize
 
     def _of_stage(self, stage: int, before: bool, others: Array, receives: bool = True) -> Footprint:
         """In its backward, with what others have saved, and what the place's other stages have at rest. `receives`:
         whether messages come to it."""
         segment, choice = self._segments[stage], self.choice
-        found = merged([(here, self.pieces.memory(part, before, choice)) for here, part in self.parts[stage]])
+        found = merged([(here, self.costs.memory(variant, before, choice)) for here, variant in self.variants[stage]])
         others_here = [each for each in self.stages(stage % self.pipe) if each != stage]
         rest, trained = ([self._held(each, of) for each in others_here] for of in (False, True))
         nothing = np.zeros_like(self.sizes.x)
         more, of_more = added([nothing, *rest]), added([nothing, *trained])
         s = self.sizes
         one_ahead = receives and not segment.ends  # received
-        messages = one_ahead * s.m // s.y * s.d * self.pieces.prices.itemsize
+        messages = one_ahead * s.m // s.y * s.d * self.costs.prices.itemsize
         return Footprint(
             found.parameters + more,
             found.gradients + of_more * before,
@@ -501,9 +382,11 @@ class Pipelines:
         if not (trained and self.work.freeze):
             return self._parameters(self._segments[stage], self.blocks[stage])
         found = np.zeros_like(self.sizes.x)
-        for here, part in self.parts[stage]:
-            work = stage_work(self.work, part.blocks, part.freeze)
-            found = np.where(here, STORED * self.sizes.elements(Trained(work.config, work.freeze), part.segment), found)
+        for here, variant in self.variants[stage]:
+            work = stage_work(self.work, variant.blocks, variant.freeze)
+            found = np.where(
+                here, STORED * self.sizes.elements(Trained(work.config, work.freeze), variant.segment), found
+            )
         return found
 
     @cached_property
@@ -531,4 +414,4 @@ def planned(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice) -> Footpri
 
 def pipeline_of(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice, overlap: bool = True) -> Pipelines:
     sizes = Sizes(work.config, [cuboid], hw.node, work.batch, work.seq, hw.group)
-    return Pipelines(Pieces(prices_of(hw, work, sizes), work, sizes, choice, overlap), choice.schedule)
+    return Pipelines(StageCosts(prices_of(hw, work, sizes), work, sizes, choice, overlap), choice.schedule)

@@ -19,8 +19,9 @@ from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.memory import Footprint, memory
-from cuboid.plan.pipeline import Pieces, Pipelines, PlannedStage, pipeline_of
+from cuboid.plan.pipeline import Pipelines, PlannedStage, pipeline_of
 from cuboid.plan.sizes import Sizes, groups
+from cuboid.plan.stage import StageCosts
 from cuboid.plan.step import prices_of, step_totals
 from cuboid.plan.tape import Totals
 from cuboid.plan.time import Array, Prices
@@ -201,19 +202,19 @@ def _pipelines(prices: Prices, work: Work, sizes: Sizes) -> Iterator[Some]:
     """Predictions for pipelines. Retained weights are not searched: every micro-batch alive would have its own copy. If
     a shape does not fit, its blocks are also split by memory."""
     chosen = [choice for choice in choices() if choice.policy.weights == "regather"]
-    every = [Pieces(prices, work, sizes, choice) for choice in chosen]
+    every = [StageCosts(prices, work, sizes, choice) for choice in chosen]
     for pipe in np.unique(sizes.pipe).tolist():
         (of,) = np.nonzero(sizes.pipe == pipe)
         some = sizes.at(of)
-        pieces = [each.at(of, some) for each in every]
-        both = list(product(pieces, pipeline_schedules(work, pipe)))
-        found = [PipelinePredictions(each, schedule, pieces[0], "time") for each, schedule in both]
+        costs = [each.at(of, some) for each in every]
+        both = list(product(costs, pipeline_schedules(work, pipe)))
+        found = [PipelinePredictions(each, schedule, costs[0], "time") for each, schedule in both]
         fit = np.zeros(len(of), dtype=bool)
         for each in found:
             if not fit.all():
                 fit |= each.valid & (each.peak <= prices.hw.memory)
         if not fit.all():
-            lean = [PipelinePredictions(each, schedule, pieces[0], "memory") for each, schedule in both]
+            lean = [PipelinePredictions(each, schedule, costs[0], "memory") for each, schedule in both]
             for each in lean:
                 each.valid &= ~fit
             found += lean
@@ -278,9 +279,9 @@ def _parts(t: Totals, i: int) -> dict[str, Any]:
 class PipelinePredictions(Pipelines):
     """`Pipelines`, and the candidates for which they change anything."""
 
-    def __init__(self, pieces: Pieces, schedule: Schedule, tails: Pieces, least: str) -> None:
-        schedule = replace(schedule, sub_batches=pieces.choice.schedule.sub_batches)
-        super().__init__(pieces, schedule, tails, least)
+    def __init__(self, costs: StageCosts, schedule: Schedule, tails: StageCosts, least: str) -> None:
+        schedule = replace(schedule, sub_batches=costs.choice.schedule.sub_batches)
+        super().__init__(costs, schedule, tails, least)
         self.valid = makes_difference(self.sizes, self.choice)
 
     def plan(self, i: int) -> Plan:
