@@ -53,6 +53,7 @@ WRONG = [
     ("plan llama3-8b", "llama-3-8b"),
     ("plan llama-3-8b --gpus 64", "write --ranks"),
     ("plan llama-3-8b --explain 2,2,2,2", "write x,y,z such as 2,2,2"),
+    (f"checkpoint list {300 * 'a'}", "too long for the name of a file"),
     ("bench", "one of strong, weak, layouts"),
     ("bench speed", "There are strong, weak, layouts"),
     ("bench layouts --cuboid 2,2,2", "write --only 'cuboid 2,2,2'"),

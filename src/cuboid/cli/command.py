@@ -1,6 +1,7 @@
 """How every command parses its arguments: flags of earlier versions are accepted with a warning, and each wrong command
 line is answered in one or two sentences that lead to a right one."""
 
+import errno
 import inspect
 import re
 from collections.abc import Sequence
@@ -83,15 +84,28 @@ class Readable:
 
 
 class Command(Readable, TyperCommand):
-    """A command that accepts earlier names of its flags."""
+    """A command that accepts earlier names of its flags, and rejects paths that no file can have."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {flag for param in self.params for flag in param.opts}
-        return super().parse_args(ctx, [_current(word, known) for word in args])
+        rest = super().parse_args(ctx, [_current(word, known) for word in args])
+        for value in ctx.params.values():
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, Path):
+                    _check_length(each)
+        return rest
 
 
 class CommandGroup(Readable, TyperGroup):
     """A command with subcommands."""
+
+
+def _check_length(path: Path) -> None:
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ValueError(f"{str(path)[:40]}… is too long for the name of a file; give a shorter one") from None
 
 
 def _name_kind(param: Any) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # torch is imported when the demo begins
 
 def demo(
     folder: Annotated[Path | None, option("Run folder to make.", otherwise="a new one in runs/")] = None,
-    steps: Annotated[int, option("Steps to train.", None, 2)] = 180,
+    steps: Annotated[int, option("Steps to train.", None, 2)] = 240,
 ) -> None:
     """Train one small model on one device and on two cuboids, and compare every step.
 

@@ -25,7 +25,7 @@ FIRST, SECOND = Cuboid(2, 2, 2), Cuboid(1, 4, 2)
 class DemoSize:
     """The size of the demo. The defaults take a few minutes on two cores."""
 
-    steps: int = 180
+    steps: int = 240
     layers: int = 2
     hidden: int = 128
     batch: int = 16
