@@ -125,7 +125,7 @@ class CuboidParallel:
         padded = round_up(batch, replicas * x) if decode else batch
         self.config.check(mesh.cuboid, padded, start + seq)
         along_batch = gcd(padded // replicas, x)
-        context = mesh.part_of_x(x // along_batch)
+        context = mesh.neighbours_on_x(x // along_batch)
         count = padded // (replicas * along_batch)
         first = (mesh.replicas.index * along_batch + mesh.x.index // context.size) * count
         samples = torch.arange(first, first + count, device=device)
