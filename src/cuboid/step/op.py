@@ -75,9 +75,11 @@ def vjp(fn: Callable[..., Any], *xs: Tensor) -> tuple[Any, Callable[[Any], tuple
         Y = fn(*entered)
     several = isinstance(Y, tuple)
     ins, outs = [get_gradient_edge(x) for x in entered], [get_gradient_edge(y) for y in (Y if several else (Y,))]
+    zeros = [partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in xs]
 
     def back(dY: Any) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(outs, ins, dY if several else (dY,), materialize_grads=True)
+        found = torch.autograd.grad(outs, ins, dY if several else (dY,), allow_unused=True)
+        return tuple(zero() if dX is None else dX for zero, dX in zip(zeros, found, strict=True))
 
     return tuple(y.detach() for y in Y) if several else Y.detach(), back
 
