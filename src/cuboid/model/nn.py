@@ -26,7 +26,7 @@ from cuboid.step.pipeline import Split, orders
 from cuboid.step.play import Player
 from cuboid.step.post import border
 from cuboid.step.runner import At, Runner, Stage
-from cuboid.step.schedule import Order
+from cuboid.step.schedule import PIPELINES, Order, parse
 from cuboid.step.weights import Bucket, Gathered
 
 
@@ -392,14 +392,15 @@ class Model(nn.Module):
         return Keys(seed, self.parallel.mesh.device) if isinstance(seed, int) else seed
 
     def play(
-        self, batches: Sequence[tuple[Tensor, At]], order: Order | None = None, scale: float | Tensor = 1.0
+        self, batches: Sequence[tuple[Tensor, At]], order: str | Order | None = None, scale: float | Tensor = 1.0
     ) -> list[Tensor]:
         """Forward and backward of several micro-batches. The gradient of `scale` times the mean of their losses is
         added to the parameters', as `backward()` does, and summed over replicas once.
 
         Args:
             batches: This rank's inputs of each micro-batch, and their `At`.
-            order: The order of their forwards and backwards; None: the schedule's.
+            order: The order of their forwards F, backwards B and, if they are postponed, weight gradients W, those that
+                run beside each other joined by +: "F0 F1+B0 B1". None: the schedule's.
             scale: A factor of the loss; a tensor is read on the device.
 
         Returns:
@@ -411,12 +412,15 @@ class Model(nn.Module):
         pipe = self.parallel.mesh.pipe.size
         if order is not None and pipe > 1:
             raise ValueError(
-                f"an order can be given for one stage only, but pipe={pipe}; choose a schedule by its name"
+                f"order={order!r} is that of one rank, but with pipe={pipe} each place has its own; choose one by "
+                f"name: Schedule(pipeline=…), one of {', '.join(PIPELINES)}"
             )
+        if isinstance(order, str):
+            order = parse(order)
         for inputs, at in batches:
             self._check_call(inputs, at.targets, at.place)
         batches = [(inputs, replace(at, seed=self._dropout(at.seed))) for inputs, at in batches]
-        every = [order] if order else orders(self.parallel.schedule, pipe, len(batches))
+        every = [order] if order is not None else orders(self.parallel.schedule, pipe, len(batches))
         return self.player.play(batches, every, scale, self.lowest)
 
     def _check_call(self, inputs: Tensor, targets: Tensor | None, place: Place) -> None:
