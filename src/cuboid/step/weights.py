@@ -187,8 +187,11 @@ class Gathered:
         try:
             return self._weights[parameter]
         except KeyError:
-            self._bucket(parameter)  # raises a clear error, unless the weight was released
-            raise
+            self._bucket(parameter)  # raises if it is of another stage
+        raise ValueError(
+            f"a layer uses its weight {list(parameter.shape)} in backward, but its stage says in_backward=False; leave "
+            "that out"
+        )
 
     def lasting(self, parameter: nn.Parameter) -> Tensor:
         """A weight that may be kept: it does not keep what was gathered with it alive."""
@@ -203,8 +206,7 @@ class Gathered:
             if parameter in bucket.shapes:
                 return bucket
         raise ValueError(
-            f"a layer needs a parameter of {parameter.numel()} elements that belongs to no module of its stage; "
-            "name its module in the stage"
+            f"a layer uses a parameter {list(parameter.shape)} of no module of its stage; name its module in the stage"
         )
 
     def gradient(self, parameters: Sequence[nn.Parameter], wide: bool = False, extra: int = 0) -> tuple[Tensor, bool]:
