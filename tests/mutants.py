@@ -63,8 +63,8 @@ MUTANTS = [
         "the gradient of one sub-batch or chunk alone",
         PRODUCT,
         "Product.weight_gradients",
-        "*w.gradient(weights)",
-        "w.gradient(weights)[0], False",
+        "*w.gradient(weights, wide)",
+        "w.gradient(weights, wide)[0], False",
     ),
     Mutant(
         "chunks joined one behind another",

@@ -245,6 +245,7 @@ class Product:
         return self.X.land(dX_flights, b)
 
     def weight_gradients(self, Xs: list[Flight], dYs: list[list[Tensor]], w: Gathered) -> None:
+        wide = len(dYs) > 1  # chunks are added up
         while dYs:
             X_mk = self.X.stack(Xs.pop(0).wait()) if Xs else None  # not gathered if all weights are frozen
             for dY_n, (out, group) in zip(dYs.pop(0), self.groups, strict=True):
@@ -252,9 +253,9 @@ class Product:
                     weights = [linear.weight for linear in linears if linear.weight.requires_grad]
                     biases = [each.bias for each in linears if each.bias is not None and each.bias.requires_grad]
                     if weights and X_mk is not None:
-                        weight_gradient(dY, X_mk, *w.gradient(weights))
+                        weight_gradient(dY, X_mk, *w.gradient(weights, wide))
                     if biases:
-                        add_up(dY, *w.gradient(biases))  # dY is gathered over k, so db needs no sum over k
+                        add_up(dY, *w.gradient(biases, wide))  # dY is gathered over k, so db needs no sum over k
 
 
 def weight_of(group: Sequence[Affine], w: Gathered) -> Tensor:

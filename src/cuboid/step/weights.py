@@ -225,6 +225,8 @@ class Gathered:
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the gradient of one small weight."""
         if parameter.requires_grad:
+            if self._uses > 1:
+                gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             before = self._sums.get(parameter)
             self._sums[parameter] = gradient if before is None else before + gradient
 
