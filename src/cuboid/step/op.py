@@ -1,6 +1,6 @@
 """Operations with an explicit backward, and the combinators that make blocks of them.
 
-    layer(X, w, at)            Steps -> (Y, back)   yields wherever it would wait for a collective
+    layer(X, w, at)            Steps -> (Y, back)   yields before it waits for a collective
     back.run(dY, w, before)    Steps -> dX          hands the gradients of its weights to w, now or later
     back.ahead()               launches what `run` will wait for besides dY, while the previous backward still computes
 
