@@ -73,6 +73,7 @@ MUTANTS = [
         "torch.cat([chunk.unflatten(0, (shards, -1)) for chunk in chunks], 1).flatten(0, 1)",
         "torch.cat(list(chunks))",
     ),
+    Mutant("chunks added up in bf16", PRODUCT, "Product.weight_gradients", "len(dYs) > 1", "False"),
     Mutant("a bias's gradient of the last sub-batch", PRODUCT, "add_up", "db += dY", "db[:] = dY"),
     Mutant("X not gathered early", PRODUCT, "Product.run", "aside = before()", "aside = nothing()"),
     Mutant("X never regathered", PRODUCT, "Product.run", ", saved.launch())", ")"),
