@@ -104,8 +104,8 @@ def launches(case: Case, rank: int) -> list[Launch]:
     model, place = Transformer(parallel, None, recompute=case.recompute), parallel.place(case.batch, case.seq)
     ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
     with noting_empty_buckets(recorder.launches):
-        if case.micro_batches > 1 or case.cuboid.pipe > 1:
-            model.play([(ids, At(place, ids, case.loss, case.dropout))] * case.micro_batches)
+        if case.order or case.micro_batches > 1 or case.cuboid.pipe > 1:
+            model.play([(ids, At(place, ids, case.loss, case.dropout))] * case.micro_batches, case.order or None)
         else:
             model(ids, ids, place, case.loss, case.dropout).backward()
     return recorder.launches

@@ -7,6 +7,7 @@ step.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ class Case:
     seed: int = 1
     schedule: Schedule = PREFETCH
     micro_batches: int = 1  # of `batch` samples each
+    order: str = ""  # of their forwards and backwards; empty: the schedule's
     freeze: str = ""
 
 
@@ -75,7 +77,7 @@ def on_squares(case: Case, mesh: Mesh) -> Parallel:
 def compare(world: World, case: Case, parallel: Callable[[Case, Mesh], Parallel] = on_cuboid) -> dict[str, float]:
     """The relative error of everything, on rank 0. Raises if initial parameters differ by a bit."""
     mesh = Mesh(case.cuboid, world.rank)
-    mine = step(parallel(case, mesh), case)
+    mine = step(parallel(case, mesh), case, partial(played, order=case.order))
     mesh.close()
     ranks: list[Outcome] = [mine] * world.size  # on rank 0, every rank's
     dist.gather_object(mine, ranks if world.rank == 0 else None)
@@ -133,10 +135,10 @@ def compare_own_loss(world: World, case: Case, parallel: Callable[[Case, Mesh], 
 Batches = Sequence[tuple[Tensor, At]]
 
 
-def played(model: Model, batches: Batches) -> Tensor:
-    """The mean loss, after its backward: as autograd has it or, of micro-batches, as the schedule orders them."""
-    if len(batches) > 1 or model.parallel.mesh.pipe.size > 1:
-        return torch.stack(model.play(batches)).mean()
+def played(model: Model, batches: Batches, order: str = "") -> Tensor:
+    """The mean loss, after its backward: as autograd has it or, of micro-batches, in an order or the schedule's."""
+    if order or len(batches) > 1 or model.parallel.mesh.pipe.size > 1:
+        return torch.stack(model.play(batches, order or None)).mean()
     return plainly(model, batches)
 
 

@@ -68,7 +68,7 @@ def test_cuboid_parse_reads_data_and_order() -> None:
 
 def groups(world: World, cuboid: Cuboid) -> dict[str, tuple[int, int, list[int]]]:
     mesh = Mesh(cuboid, world.rank)
-    axes = {name: getattr(mesh, name) for name in AXES} | {"part": mesh.part_of_x(2)}
+    axes = {name: getattr(mesh, name) for name in AXES} | {"neighbours": mesh.neighbours_on_x(2)}
     found = {
         name: (axis.size, axis.index, dist.get_process_group_ranks(axis.group) if axis.group else [world.rank])
         for name, axis in axes.items()
@@ -86,7 +86,7 @@ def test_mesh_groups_are_lines_of_cuboid(pool: Callable[[int], Pool]) -> None:
             assert found[axis] == (cuboid.sizes[axis], mine[axis], line)
         first = mine["x"] // 2 * 2
         neighbours = [cuboid.rank({**mine, "x": i}) for i in (first, first + 1)]
-        assert found["part"] == (2, mine["x"] % 2, neighbours)
+        assert found["neighbours"] == (2, mine["x"] % 2, neighbours)
 
 
 def test_mesh_alone_needs_no_process_group() -> None:

@@ -104,7 +104,10 @@ CHECKS: dict[str, Check] = {
         Cuboid(1, 2, 2), Schedule(sub_batches=2), True, ""
     ),
     "encoder": partial(test_blocks.test_encoder_loss_and_gradients_match_serial, Cuboid(1, 2, 1, replicas=2), 2, 7),
-    "sums of bf16": test_precision.test_gathered_adds_up_bf16_gradients_of_many_sub_batches,
+    **{
+        f"sums of bf16 {add.__name__}": partial(test_precision.test_gathered_adds_up_bf16_gradients_of_many, add)
+        for add in (test_precision.of_sub_batches, test_precision.of_chunks)
+    },
     "sums over ranks of bf16": test_precision.test_reduce_scatter_of_bf16_sums_in_fp32,
     "fp16": partial(
         test_precision.test_head_gradient_of_fp16_is_finite_and_close_for_frequent_word, Cuboid(1, 2, 1), True

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from weakref import ref
 
 import torch
 from silent import silently
@@ -13,7 +14,7 @@ from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Mesh
 from cuboid.run.launch import Pool, World
-from cuboid.step.op import Layer, Local, OnItems, chain, diagonal, fork, local, nothing, recomputed, residual
+from cuboid.step.op import Layer, Local, OnItems, chain, diagonal, fork, local, nothing, recomputed, residual, vjp
 from cuboid.step.weights import MOST_IN_FLIGHT, Bucket, Gathered, Sums, Tensors
 
 
@@ -65,6 +66,19 @@ def combinator_errors(world: World) -> list[float]:
 
 def test_combinators_match_plain_autograd(pool: Callable[[int], Pool]) -> None:
     assert max(pool(1).run(combinator_errors)[0]) < 1e-12
+
+
+def test_vjp_of_unused_input_is_zero() -> None:
+    """Of its own shape and dtype, without keeping it alive."""
+    X, unused = torch.ones(3), torch.ones(2, 5, dtype=torch.float64)
+    alive = ref(unused)
+    _, back = vjp(lambda a, b: a.sin(), X, unused)
+    del unused
+    assert alive() is None
+    dX, zeros = back(torch.ones(3))
+    assert dX.equal(X.cos())
+    assert zeros.equal(torch.zeros(2, 5, dtype=torch.float64))
+    assert zeros.dtype == torch.float64
 
 
 def bytes_held(world: World) -> tuple[int, int]:

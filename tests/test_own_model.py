@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from sharded import move_parameters, relative
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from cuboid import (
@@ -33,13 +33,16 @@ from cuboid import (
     recomputed,
     residual,
 )
+from cuboid.baselines.one_d import OneD
+from cuboid.baselines.two_d import TwoD
 from cuboid.mesh.layout import shard_of
 from cuboid.model.module import declared
 from cuboid.model.nn import Attention
-from cuboid.step.schedule import parse
+from cuboid.step.op import Layer
 
 CONFIG = ModelConfig("gpt2", hidden=8, heads=4, vocab=11, context=16, ffn=12)
 BATCH, SEQ, EXACT = 8, 7, 1e-12
+ALONE = Mesh(Cuboid(), alone=True)
 
 
 class Scale(LayerModule):
@@ -51,15 +54,26 @@ class Scale(LayerModule):
         self.layer = local(lambda X, w: torch.tanh(X * w), self.weight)
 
 
+class GatedMLP(LayerModule):
+    """Two linears side by side in a fork, joined."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__(parallel)
+        d, f = parallel.config.hidden, parallel.config.ffn
+        self.gate, self.up = (Linear(parallel, "into", f, d, True, 0.1) for _ in range(2))
+        self.down = Linear(parallel, "out_of", d, f, True, 0.1)
+        branches = fork(parallel.into([self.gate.affine]), parallel.into([self.up.affine]))
+        self.layer = chain(branches, local(lambda g, u: torch.sigmoid(g) * u), parallel.out_of(self.down.affine))
+
+
 class Mixer(LayerModule):
     """Attention and an MLP beside each other, one weighed against the other."""
 
     def __init__(self, parallel: Parallel) -> None:
         super().__init__(parallel)
         self.norm, self.scale = Norm(parallel, parallel.config.hidden, bias=True), Scale(parallel)
-        self.attention, self.mlp = Attention(parallel, causal=False), MLP(parallel)
+        self.attention, self.mlp = Attention(parallel, causal=False), GatedMLP(parallel)
         both = chain(fork(self.attention, self.mlp, self.scale), local(lambda a, b, c: a * torch.sigmoid(b) + c))
-        both.gives = "residual"
         self.layer = residual(self.norm, both)
 
 
@@ -109,7 +123,7 @@ def step(model: Model, order: str) -> tuple[float, Tensor | None]:
     """The loss, and dX where autograd gives it."""
     X, at = batch_on(model.parallel)
     if order:
-        return model.play([(X, at)] * 2, parse(order))[0].item(), None
+        return model.play([(X, at)] * 2, order)[0].item(), None
     X.requires_grad_()
     loss = model(X, at.targets, at.place)
     loss.backward()
@@ -179,6 +193,28 @@ def embed(model: Broken) -> Stage:
     return Stage("words", model.embed.lookup(), [model.embed], in_backward=False)
 
 
+def mix(*layers: Layer | Callable[..., object]) -> Stage:
+    return Stage("mix", chain(*layers))  # type: ignore[arg-type]
+
+
+def with_plain_linear(model: Broken) -> Sequence[Stage]:
+    model.plain = nn.Linear(3, 2)
+    return [embed(model), head(model)]
+
+
+def with_a_list(model: Broken) -> Sequence[Stage]:
+    model.several = [MLP(model.parallel)]
+    return [embed(model), Stage("mix", model.several[0]), head(model)]
+
+
+def into(model: Broken, linear: Linear) -> Layer:
+    return model.parallel.into([linear.affine])
+
+
+def out_of(model: Broken, linear: Linear) -> Layer:
+    return model.parallel.out_of(linear.affine)
+
+
 def head(model: Broken) -> Stage:
     return Stage("head", model.embed.head_loss(), [model.embed], in_backward=False)
 
@@ -218,28 +254,100 @@ MISTAKES: dict[str, tuple[Layers, Sequence[str]]] = {
         ],
         ["mlp.up.weight", "stages mix and again"],
     ),
+    "a linear out of taken into": (
+        lambda m: [embed(m), mix(into(m, m.mlp.down)), head(m)],
+        ["parallel.into got a Linear of weight [8, 12] that was made as 'out_of'", "use parallel.out_of"],
+    ),
+    "a linear into taken out of": (
+        lambda m: [embed(m), mix(into(m, m.mlp.up), out_of(m, m.mlp.up)), head(m)],
+        ["parallel.out_of got a Linear of weight [12, 8] that was made as 'into'", "use parallel.into"],
+    ),
+    "a fork that changes the layout in a residual branch": (
+        lambda m: [
+            embed(m),
+            Stage("mix", residual(m.norm, fork(into(m, m.mlp.up), into(m, m.mlp.up)), local(torch.mul)), [m.mlp]),
+            head(m),
+        ],
+        ["a residual branch takes the layout 'residual' and gives 'inner'"],
+    ),
+    "branches of a fork that take different layouts": (
+        lambda m: [embed(m), mix(fork(m.norm, out_of(m, m.mlp.down)), local(torch.add)), head(m)],
+        ["the branches of a fork take the layouts 'residual' and 'inner'"],
+    ),
+    "branches of a fork that give different layouts": (
+        lambda m: [embed(m), mix(fork(m.norm, into(m, m.mlp.up)), local(lambda a, b: a), m.norm), head(m)],
+        ["but Local before it gives 'residual and inner'", "local(fn, gives='residual')"],
+    ),
+    "dropout of inner features": (
+        lambda m: [embed(m), mix(into(m, m.mlp.up), m.parallel.dropout("it"), out_of(m, m.mlp.down)), head(m)],
+        ["takes the layout 'residual', but "],
+    ),
+    "a stage that does not name its module": (
+        lambda m: [embed(m), Stage("mix", chain(m.norm, m.mlp), [m.norm]), Stage("more", m.mlp), head(m)],
+        ["stage mix uses mlp.up.weight, mlp.up.bias, mlp.down.weight and 1 more", "Stage('mix', layer, [module, …])"],
+    ),
+    "a stage that names no module": (
+        lambda m: [embed(m), mix(m.norm, m.mlp), head(m)],
+        ["stage mix uses norm.weight, norm.bias, mlp.up.weight and 3 more"],
+    ),
+    "a plain module": (
+        with_plain_linear,
+        ["plain.weight, plain.bias: not declared", "make them by `declare`"],
+    ),
+    "modules in a list": (with_a_list, ["stage mix names a MLP that is no attribute of the model"]),
+    "a plain module as a layer": (
+        lambda m: [embed(m), mix(m.norm, nn.Linear(2, 2)), head(m)],
+        ["Linear is no layer; use local(fn, *parameters)"],
+    ),
+    "a plain module in local": (
+        lambda m: [embed(m), mix(m.norm, local(nn.Linear(2, 2))), head(m)],
+        ["local(…) got a Linear, whose parameters"],
+    ),
+    "a function as a layer": (lambda m: [embed(m), mix(torch.sin), head(m)], ["sin is no layer"]),
+    "a function as a branch": (lambda m: [embed(m), mix(fork(torch.sin)), head(m)], ["sin is no layer"]),
 }
 
 
-@pytest.mark.parametrize("parallel", ["Serial", "CuboidParallel"])
+PARALLELS: dict[str, Callable[[], Parallel]] = {
+    "Serial": lambda: Serial(CONFIG),
+    "CuboidParallel": lambda: CuboidParallel(CONFIG, ALONE),
+    "OneD": lambda: OneD(CONFIG, ALONE),
+    "TwoD": lambda: TwoD(CONFIG, ALONE),
+}
+
+
+@pytest.mark.parametrize("parallel", PARALLELS)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_model_finds_mistake_at_construction(mistake: str, parallel: str) -> None:
     stages, says = MISTAKES[mistake]
-    on = Serial(CONFIG) if parallel == "Serial" else CuboidParallel(CONFIG, Mesh(Cuboid(), alone=True))
     with pytest.raises(ValueError) as error:
-        Broken(on, stages)
+        Broken(PARALLELS[parallel](), stages)
     for words in says:
         assert words in str(error.value)
 
 
-def test_stage_whose_weights_are_not_named_says_so() -> None:
+def loss_of(model: Model) -> Tensor:
+    ids = torch.zeros(4, 2, dtype=torch.long)
+    loss: Tensor = model(ids, ids, model.parallel.place(2, 4))
+    return loss
+
+
+def test_backward_without_weights_says_so() -> None:
     model = Broken(
-        Serial(CONFIG),
-        lambda m: [embed(m), Stage("mix", chain(m.norm, m.mlp), [m.norm]), Stage("more", m.mlp), head(m)],
+        CuboidParallel(CONFIG, ALONE),
+        lambda m: [embed(m), Stage("mix", chain(m.norm, m.mlp), [m.norm, m.mlp], in_backward=False), head(m)],
     )
-    place, ids = model.parallel.place(2, 4), torch.zeros(4, 2, dtype=torch.long)
-    with pytest.raises(ValueError, match="a parameter of 96 elements that belongs to no module of its stage"):
-        model(ids, ids, place)
+    with pytest.raises(ValueError, match=r"its weight \[8, 12\] in backward, but its stage says in_backward=False"):
+        loss_of(model).backward()
+
+
+def test_unfinished_model_says_so() -> None:
+    class Unfinished(Broken):
+        def finish(self, *_: object, **__: object) -> None:
+            pass
+
+    with pytest.raises(ValueError, match=r"Unfinished is not finished; end its __init__ with self\.finish\(seed\)"):
+        loss_of(Unfinished(Serial(CONFIG), lambda m: []))
 
 
 def test_linear_rejects_unknown_way() -> None:

@@ -7,10 +7,13 @@ import pytest
 import torch
 from sharded import move_parameters, relative
 from torch import Tensor
+from torch.nn import Parameter
 
 from cuboid.baselines.serial import Serial
+from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import reduce_scatter
-from cuboid.layers.product import weight_gradient
+from cuboid.comm.flight import landed
+from cuboid.layers.product import Affine, Product, weight_gradient
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, shard_of
 from cuboid.mesh.mesh import Mesh
@@ -75,28 +78,47 @@ def test_gradient_error_of_low_precision_does_not_grow_with_sub_batches(
         assert max(two, four) <= 1.1 * one
 
 
-def accumulated_errors(world: World) -> list[float]:
+def of_sub_batches(w: Gathered, weight: Parameter, dYs: list[Tensor], Xs: list[Tensor]) -> None:
+    for dY, X in zip(dYs, Xs, strict=True):
+        weight_gradient(dY[None], X[None], *w.gradient([weight]))
+
+
+def of_local_sub_batches(w: Gathered, weight: Parameter, dYs: list[Tensor], Xs: list[Tensor]) -> None:
+    for dY, X in zip(dYs, Xs, strict=True):
+        w.add(weight, dY.T @ X)
+
+
+def of_chunks(w: Gathered, weight: Parameter, dYs: list[Tensor], Xs: list[Tensor]) -> None:
+    alone, (n, k) = Axis("", 1, 0), weight.shape
+    product = Product([Affine(weight, None, (n, k), "into")], alone, alone)
+    product.weight_gradients([landed(X[:, None]) for X in Xs], [[dY[None]] for dY in dYs], w)
+
+
+Adding = Callable[[Gathered, Parameter, list[Tensor], list[Tensor]], None]
+
+
+def accumulated_errors(world: World, add: Adding) -> list[float]:
     """Of a weight whose gradient is made by two matmuls and by 64, in bf16."""
     dice, found = torch.Generator().manual_seed(0), []
     dY, X = (torch.randn(4096, n, generator=dice) + 0.5 for n in (8, 16))
     for count in (2, 64):
-        found.append(sub_batch_error(dY.bfloat16(), X.bfloat16(), count))
+        found.append(accumulated_error(dY.bfloat16(), X.bfloat16(), count, add))
     return found
 
 
-def sub_batch_error(dY: Tensor, X: Tensor, count: int) -> float:
-    weight = torch.nn.Parameter(torch.zeros(dY.shape[1], X.shape[1]))
+def accumulated_error(dY: Tensor, X: Tensor, count: int, add: Adding) -> float:
+    weight = Parameter(torch.zeros(dY.shape[1], X.shape[1]))
     bucket = Bucket({weight: Spec(tuple(weight.shape), ((), ()))}, Mesh(Cuboid(), alone=True), torch.bfloat16)
-    w = Gathered([bucket], bucket.gather()(), count, deferred=False)
-    for one, other in zip(dY.chunk(count), X.chunk(count), strict=True):
-        weight_gradient(one[None], other[None], *w.gradient([weight]))
+    w = Gathered([bucket], bucket.gather()(), 1 if add is of_chunks else count, deferred=False)
+    add(w, weight, list(dY.chunk(count)), list(X.chunk(count)))
     ((_, land),) = w.reduce()
     (found,) = land().values()
     return relative(found.double(), dY.double().T @ X.double())
 
 
-def test_gathered_adds_up_bf16_gradients_of_many_sub_batches(pool: Pools) -> None:
-    few, many = pool(1).run(accumulated_errors)[0]
+@pytest.mark.parametrize("add", [of_sub_batches, of_local_sub_batches, of_chunks])
+def test_gathered_adds_up_bf16_gradients_of_many(add: Adding, pool: Pools) -> None:
+    few, many = pool(1).run(accumulated_errors, add)[0]
     assert many <= few
 
 

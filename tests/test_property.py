@@ -52,6 +52,19 @@ def configs(draw: st.DrawFn, cuboid: Cuboid, seq: int, stages: int) -> ModelConf
 
 
 @st.composite
+def orders(draw: st.DrawFn, micro_batches: int) -> str:
+    """Any order of forwards, backwards and, perhaps, weight gradients, up to three beside each other."""
+    kinds, moves = draw(st.sampled_from(("FB", "FBW"))), list[str]()
+    done = [0] * micro_batches
+    while ready := [i for i, n in enumerate(done) if n < len(kinds)]:
+        chosen = draw(st.lists(st.sampled_from(ready), min_size=1, max_size=3, unique=True))
+        moves.append("+".join(f"{kinds[done[i]]}{i}" for i in chosen))
+        for i in chosen:
+            done[i] += 1
+    return " ".join(moves)
+
+
+@st.composite
 def cases(draw: st.DrawFn, most: int) -> Case:
     """Of at most so many ranks."""
     cuboid, seq = draw(cuboids(most)), draw(st.integers(1, 9))
@@ -80,6 +93,7 @@ def cases(draw: st.DrawFn, most: int) -> Case:
             stages=stages,
         ),
         micro_batches=micro_batches,
+        order=draw(st.one_of(st.just(""), orders(micro_batches))) if cuboid.pipe == 1 else "",
     )
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from sharded import Batches, against, plainly
-from steps import EXACT, GPT2, LLAMA, MICRO, batches_on, loss_of, model_on, reference
+from silent import silently
+from steps import EXACT, GPT2, LLAMA, MICRO, SEQ, batches_on, loss_of, model_on, reference
 
 from cuboid.baselines.serial import Serial
 from cuboid.mesh.cuboid import Cuboid
@@ -14,6 +15,7 @@ from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import CuboidParallel, Policy
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.run.launch import Pool, World
+from cuboid.step.runner import At
 from cuboid.step.schedule import PREFETCH, Schedule, parse
 
 Pools = Callable[[int], Pool]
@@ -112,7 +114,7 @@ def errors_of_orders(world: World, shape: Cuboid, setting: Setting) -> dict[str,
     batches = batches_on(model.parallel)
     for order in ORDERS:
         model.zero_grad()
-        played = model.play(batches, parse(order), scale=0.7)
+        played = model.play(batches, order, scale=0.7)
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad /= 0.7
@@ -161,6 +163,22 @@ def orders_of_other_counts(world: World) -> list[str]:
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def order_on_a_pipe(world: World) -> str:
+    model = Transformer(CuboidParallel(GPT2, Mesh(Cuboid(pipe=2), world.rank)))
+    place, ids = model.parallel.place(2, SEQ), torch.zeros(SEQ, 2, dtype=torch.long)
+    try:
+        model.play([(ids, At(place, ids))] * 2, "F0 F1 B1 B0")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_model_play_rejects_order_on_a_pipe() -> None:
+    (said,) = silently([0], 2, order_on_a_pipe)
+    assert said.startswith("order='F0 F1 B1 B0' is that of one rank, but with pipe=2")
+    assert "Schedule(pipeline=…), one of gpipe, 1f1b" in said
 
 
 def test_model_play_rejects_order_of_other_micro_batches(pool: Pools) -> None:

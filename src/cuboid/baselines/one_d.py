@@ -22,6 +22,7 @@ for backward, and the collective of dX overlaps with the matmul of dW.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from cuboid.layers.embedding import lookup
 from cuboid.layers.head import HeadLoss
 from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
-from cuboid.layers.product import Affine, add_up, mm
+from cuboid.layers.product import Affine, add_up, check_way, mm
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, round_up, shard_range
 from cuboid.mesh.mesh import Mesh
@@ -130,6 +131,7 @@ class OneD:
         return Normalise(weight, bias, ALONE, self.config.norm_eps)
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
+        check_way("into", *linears)
         return MegatronLinear(linears, self._before, self.mesh.y, "residual", "heads" if heads else "inner")
 
     def attend(self, norms: Sequence[nn.Parameter] = (), causal: bool = True) -> Layer:
@@ -137,6 +139,7 @@ class OneD:
         return Attend(c.heads, c.kv_heads, c.head_dim, ALONE, ALONE, norms, c.norm_eps, causal)
 
     def out_of(self, linear: Affine, heads: bool = False) -> Layer:
+        check_way("out_of", linear)
         takes = "attended" if heads else "inner"
         product = MegatronLinear([linear._replace(bias=None)], "copy", ALONE, takes, "residual")
         bias = [] if linear.bias is None else [Bias(linear.bias)]
@@ -146,7 +149,7 @@ class OneD:
         return residual_dropout(self.config, name)
 
     def logits(self, weight: nn.Parameter, rows: int) -> Layer:
-        return self.into([Affine(weight, None, (rows, self.config.hidden))])
+        return self.into([Affine(weight, None, (rows, self.config.hidden), "into")])
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
         return HeadLoss(weight, rows, self.mesh, self.head_elements, kind=self._before)
@@ -174,7 +177,7 @@ class MegatronLinear:
         yield pause
         X = flight.wait()
         del flight
-        Ys = [F.linear(X, w[weight], None if bias is None else w[bias]) for weight, bias, _ in self.linears]
+        Ys = [F.linear(X, w[weight], None if bias is None else w[bias]) for weight, bias, *_ in self.linears]
         back = Back(partial(self._run, [X], pause)) if at.train else None
         return tuple(Ys) if len(Ys) > 1 else Ys[0], back
 
@@ -186,14 +189,14 @@ class MegatronLinear:
         for i, (dY, (weight, *_)) in enumerate(zip(dYs_m, self.linears, strict=True)):
             mm(dY, w[weight], dX.flatten(0, 1), add=i > 0)
         flight = COLLECTIVES[TRANSPOSE[self.kind]](dX, self.axis)
-        flops = 2 * X.shape[0] * X.shape[1] * sum(n * k for *_, (n, k) in self.linears) / self.axis.size
+        flops = 2 * X.shape[0] * X.shape[1] * sum(prod(linear.shape) for linear in self.linears) / self.axis.size
         later = w.make(partial(self._weight_gradients, X.flatten(0, 1), dYs_m, w), flops)
         del dX, X, dYs_m, w
         yield pause._replace(later=later)
         return flight.wait()
 
     def _weight_gradients(self, X: Tensor, dYs: Sequence[Tensor], w: Gathered) -> None:
-        for dY, (weight, bias, _) in zip(dYs, self.linears, strict=True):
+        for dY, (weight, bias, *_) in zip(dYs, self.linears, strict=True):
             if weight.requires_grad:
                 mm(dY.T, X, *w.gradient([weight]))
             if bias is not None and bias.requires_grad:

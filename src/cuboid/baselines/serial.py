@@ -13,7 +13,7 @@ from cuboid.comm.axis import Axis
 from cuboid.comm.flight import Steps
 from cuboid.layers.attend import Attend
 from cuboid.layers.loss import Loss, OwnLoss
-from cuboid.layers.product import Affine
+from cuboid.layers.product import Affine, check_way
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Mesh
@@ -64,6 +64,7 @@ class Serial:
         return norm(weight, bias, self.config.norm_eps)
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
+        check_way("into", *linears)
         biased = [linear.bias is not None for linear in linears]
         parameters = [linear.weight for linear in linears] + [each.bias for each in linears if each.bias is not None]
         return Local(partial(outputs, biased), *parameters, takes="residual", gives="heads" if heads else "inner")
@@ -73,14 +74,14 @@ class Serial:
         return Attend(c.heads, c.kv_heads, c.head_dim, alone, alone, norms, c.norm_eps, causal)
 
     def out_of(self, linear: Affine, heads: bool = False) -> Layer:
-        parameters = [p for p in (linear.weight, linear.bias) if p is not None]
-        return Local(F.linear, *parameters, takes="attended" if heads else "inner", gives="residual")
+        check_way("out_of", linear)
+        return Local(F.linear, *linear.parameters, takes="attended" if heads else "inner", gives="residual")
 
     def dropout(self, name: str) -> Layer:
         return residual_dropout(self.config, name)
 
     def logits(self, weight: nn.Parameter, rows: int) -> Layer:
-        return self.into([Affine(weight, None, (rows, self.config.hidden))])
+        return self.into([Affine(weight, None, (rows, self.config.hidden), "into")])
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
         return OnTheSpot(weight, cross_entropy)

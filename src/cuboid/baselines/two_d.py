@@ -24,7 +24,7 @@ from cuboid.comm.axis import Axis
 from cuboid.layers.attend import Attend
 from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
-from cuboid.layers.product import Affine
+from cuboid.layers.product import Affine, check_way
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, round_up, shard_range
 from cuboid.mesh.mesh import Mesh
@@ -108,6 +108,7 @@ class TwoD:
         return Normalise(weight, bias, self.mesh.z, self.config.norm_eps)
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
+        check_way("into", *linears)
         return SummaProduct(linears, self.mesh, "residual", "heads" if heads else "inner")
 
     def attend(self, norms: Sequence[nn.Parameter] = (), causal: bool = True) -> Layer:
@@ -115,6 +116,7 @@ class TwoD:
         return Attend(c.heads, c.kv_heads, c.head_dim, alone, alone, norms, c.norm_eps, causal)
 
     def out_of(self, linear: Affine, heads: bool = False) -> Layer:
+        check_way("out_of", linear)
         return SummaProduct([linear], self.mesh, "attended" if heads else "inner", "residual")
 
     def dropout(self, name: str) -> Layer:

@@ -31,9 +31,15 @@ from cuboid.comm.transport.base import Wait
 
 def _launched(kind: str, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, times: int = 1) -> Span:
     """Enters a collective in journal and ledger. `shape`: the unsharded tensor, of which (p-1)/p is sent."""
+    sent = times * prod(shape) * dtype.itemsize * (axis.size - 1) // axis.size
+    return _entered(kind, kind, shape, dtype, axis, sent)
+
+
+def _entered(what: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, sent: int) -> Span:
+    """`what` is its name in the journal, `kind` the one in the ledger."""
     if axis.journal is not None:
-        axis.journal.note(kind, shape, dtype)
-    return axis.ledger.launched(axis.name, kind, times * prod(shape) * dtype.itemsize * (axis.size - 1) // axis.size)
+        axis.journal.note(what, shape, dtype)
+    return axis.ledger.launched(axis.name, kind, sent)
 
 
 def all_gather(x: Tensor, axis: Axis, pieces: Sequence[int] = ()) -> Flight:
@@ -132,9 +138,7 @@ def receive(like: Tensor, lane: Axis, what: str) -> Flight:
 
 def _message(x: Tensor, lane: Axis, what: str, source: int, kind: str, sent: int) -> Flight:
     """A message, sent as a broadcast of two ranks: backends send those in the order of their launch."""
-    if lane.journal is not None:
-        lane.journal.note(what, x.shape, x.dtype)
-    span = lane.ledger.launched(lane.name, kind, sent)
+    span = _entered(what, kind, x.shape, x.dtype, lane, sent)
     return Launched(*lane.transport.broadcast(x, source, _wait(span, lane)), span, lane)
 
 
@@ -144,9 +148,7 @@ def shift(x: Tensor, axis: Axis, by: int) -> Flight:
         return landed(x)
     x = x.contiguous()
     other = torch.empty_like(x)
-    if axis.journal is not None:
-        axis.journal.note("shift", x.shape, x.dtype)
-    span = axis.ledger.launched(axis.name, "shift", x.numel() * x.element_size())
+    span = _entered("shift", "shift", x.shape, x.dtype, axis, x.nbytes)
     return Launched([axis.transport.shift(x.view(-1), other.view(-1), by)], lambda: other, span, axis)
 
 

@@ -115,18 +115,13 @@ def normalised(x: Tensor, stats: Tensor) -> Tensor:
     return (x - stats[0]).mul_(stats[1]) if len(stats) == 2 else x * stats[0]
 
 
-def scaled(x: Tensor, stats: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """y"""
-    x_hat = normalised(x, stats)
-    return (x_hat * w if b is None else torch.addcmul(b, x_hat, w)).to(x.dtype)
-
-
 def merged_scaled(
-    shards: Tensor, x: Tensor, n: int, eps: float, centred: bool, *weights: Tensor
+    shards: Tensor, x: Tensor, n: int, eps: float, centred: bool, w: Tensor, b: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(y, merged statistics)"""
     stats = merge(shards, n, eps, centred)
-    return scaled(x, stats, *weights), stats
+    x_hat = normalised(x, stats)
+    return (x_hat * w if b is None else torch.addcmul(b, x_hat, w)).to(x.dtype), stats
 
 
 def sums_alone(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor, n: int, trained: Sequence[bool]) -> tuple[Tensor, ...]:

@@ -42,11 +42,27 @@ from cuboid.step.weights import Gathered, joined
 
 
 class Affine(NamedTuple):
-    """The parameters of one linear: a weight [n, k], a bias [n], and the global shape of the weight."""
+    """The parameters of one linear, a weight [n, k] and a bias [n], the weight's global shape, and its way: "into" or
+    "out_of", by which it is sharded."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     shape: tuple[int, int]
+    way: str
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in (self.weight, self.bias) if p is not None]
+
+
+def check_way(way: str, *linears: Affine) -> None:
+    """Raise ValueError if a linear was made to go the other way: its shards would be taken for others."""
+    for linear in linears:
+        if linear.way != way:
+            raise ValueError(
+                f"parallel.{way} got a Linear of weight {list(linear.shape)} that was made as {linear.way!r}, and is "
+                f"split for that; use parallel.{linear.way}, or make it as Linear(parallel, {way!r}, …)"
+            )
 
 
 class Side:
@@ -109,7 +125,7 @@ class Out(Side):
     def trained(self, group: Sequence[Affine], dY: Tensor) -> Iterable[tuple[Sequence[Affine], Tensor]]:
         """Linears whose gradients are computed together, with their columns of dY: the whole group, or each linear by
         itself if some parameters are frozen."""
-        if len(group) == 1 or all(p is None or p.requires_grad for weight, bias, _ in group for p in (weight, bias)):
+        if len(group) == 1 or all(p.requires_grad for linear in group for p in linear.parameters):
             return [(group, dY)]
         return [([linear], columns) for linear, columns in zip(group, self.by_linear(dY), strict=True)]
 
@@ -164,7 +180,7 @@ class Product:
 
     @property
     def trains(self) -> bool:
-        return any(p is not None and p.requires_grad for weight, bias, _ in self.linears for p in (weight, bias))
+        return any(p.requires_grad for linear in self.linears for p in linear.parameters)
 
     @property
     def trained_share(self) -> float:
@@ -229,6 +245,7 @@ class Product:
         return self.X.land(dX_flights, b)
 
     def weight_gradients(self, Xs: list[Flight], dYs: list[list[Tensor]], w: Gathered) -> None:
+        wide = len(dYs) > 1  # chunks are added up
         while dYs:
             X_mk = self.X.stack(Xs.pop(0).wait()) if Xs else None  # not gathered if all weights are frozen
             for dY_n, (out, group) in zip(dYs.pop(0), self.groups, strict=True):
@@ -236,9 +253,9 @@ class Product:
                     weights = [linear.weight for linear in linears if linear.weight.requires_grad]
                     biases = [each.bias for each in linears if each.bias is not None and each.bias.requires_grad]
                     if weights and X_mk is not None:
-                        weight_gradient(dY, X_mk, *w.gradient(weights))
+                        weight_gradient(dY, X_mk, *w.gradient(weights, wide))
                     if biases:
-                        add_up(dY, *w.gradient(biases))  # dY is gathered over k, so db needs no sum over k
+                        add_up(dY, *w.gradient(biases, wide))  # dY is gathered over k, so db needs no sum over k
 
 
 def weight_of(group: Sequence[Affine], w: Gathered) -> Tensor:

@@ -89,7 +89,7 @@ class Mesh:
             at = self.coordinates[name]
             setattr(self, name, self._along(name) if given is None else self._axis(name, size, at, given))
         self.world = self._axis("world", world, rank, dist.group.WORLD if world > 1 else None)
-        self._parts_of_x: dict[int, Axis] = {}
+        self._neighbours_on_x: dict[int, Axis] = {}
         self._lanes: dict[tuple[int, int], tuple[Axis | None, Axis | None]] = {}
         if self.sharded:
             self.device_mesh(self.device.type)  # now: the model may be made where tensors have no values
@@ -234,13 +234,13 @@ class Mesh:
             self._device_meshes[device_type] = BlockMesh(device_type, ranks, axes, self.rank, *everyone)
         return self._device_meshes[device_type]
 
-    def part_of_x(self, size: int) -> Axis:
+    def neighbours_on_x(self, size: int) -> Axis:
         """The `size` neighbours on x that share this rank's samples when x splits both batch and sequence."""
         if size == self.x.size:
             return self.x
-        if size not in self._parts_of_x:
-            self._parts_of_x[size] = self._along("x", self.x.size // size)
-        return self._parts_of_x[size]
+        if size not in self._neighbours_on_x:
+            self._neighbours_on_x[size] = self._along("x", self.x.size // size)
+        return self._neighbours_on_x[size]
 
     def close(self) -> None:
         """Destroy the groups. Each keeps threads awake, so a process that makes many meshes must close them."""

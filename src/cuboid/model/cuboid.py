@@ -27,7 +27,7 @@ from cuboid.layers.embedding import lookup
 from cuboid.layers.head import HeadLoss
 from cuboid.layers.loss import OwnLoss
 from cuboid.layers.norm import Normalise
-from cuboid.layers.product import Affine, Product
+from cuboid.layers.product import Affine, Product, check_way
 from cuboid.layers.randomness import dropout
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec, round_up, shard_range
@@ -125,7 +125,7 @@ class CuboidParallel:
         padded = round_up(batch, replicas * x) if decode else batch
         self.config.check(mesh.cuboid, padded, start + seq)
         along_batch = gcd(padded // replicas, x)
-        context = mesh.part_of_x(x // along_batch)
+        context = mesh.neighbours_on_x(x // along_batch)
         count = padded // (replicas * along_batch)
         first = (mesh.replicas.index * along_batch + mesh.x.index // context.size) * count
         samples = torch.arange(first, first + count, device=device)
@@ -149,6 +149,7 @@ class CuboidParallel:
         return Normalise(weight, bias, self.mesh.z, self.config.norm_eps, self.fuse)
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
+        check_way("into", *linears)
         y, z = self.mesh.y, self.mesh.z
         # outputs with heads that y·z does not divide are sharded by tokens; `attend` gathers them
         whole = [bool(heads) and heads[i] % (y.size * z.size) == 0 for i in range(len(linears))]
@@ -162,6 +163,7 @@ class CuboidParallel:
         return Attend(*dims, mesh.y, mesh.z, norms, c.norm_eps, causal, self.fuse)
 
     def out_of(self, linear: Affine, heads: bool = False) -> Layer:
+        check_way("out_of", linear)
         takes = "attended" if heads else "inner"
         y, z, chunks = self.mesh.y, self.mesh.z, self.schedule.chunks
         return Product([linear], y, z, heads, (), self._retain, chunks, takes=takes, gives="residual")
@@ -174,7 +176,7 @@ class CuboidParallel:
         return residual_dropout(self.config, name, self.fuse)
 
     def logits(self, weight: nn.Parameter, rows: int) -> Layer:
-        linear = Affine(weight, None, (rows, self.config.hidden))
+        linear = Affine(weight, None, (rows, self.config.hidden), "into")
         return Product([linear], self.mesh.z, self.mesh.y, takes="residual")
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
@@ -193,7 +195,7 @@ def residual_dropout(config: ModelConfig, name: str, fuse: Fuse = plain) -> Laye
         assert not isinstance(at.seed, int), "the model has made keys of it"
         return fuse(dropout)(X, config.dropout, at.seed[name], at.place.residual)
 
-    return diagonal(drop)
+    return diagonal(drop, "residual")
 
 
 def suitable_schedule(

@@ -21,12 +21,12 @@ from cuboid.mesh.place import Place
 from cuboid.model.freeze import matching
 from cuboid.model.module import Module, declared, initialise
 from cuboid.model.parallel import Parallel, Role
-from cuboid.step.op import Layer, Local, chain, fit, recomputed, residual
+from cuboid.step.op import Layer, Local, chain, fit, parameters_of, recomputed, residual
 from cuboid.step.pipeline import Split, orders
 from cuboid.step.play import Player
 from cuboid.step.post import border
 from cuboid.step.runner import At, Runner, Stage
-from cuboid.step.schedule import Order
+from cuboid.step.schedule import PIPELINES, Order, parse
 from cuboid.step.weights import Bucket, Gathered
 
 
@@ -76,12 +76,8 @@ class Linear(Module):
         weight: Role = "into.weight" if way == "into" else "out_of.weight"
         self.weight = self.declare("weight", weight, n, k, std=std)
         self.bias = self.declare("bias", "into.bias" if way == "into" else "out_of.bias", n) if bias else None
-
-    @property
-    def affine(self) -> Affine:
-        """The weight and bias, as `parallel.into` and `parallel.out_of` take them."""
-        n, k = self.declared["weight"].spec.shape
-        return Affine(self.weight, self.bias, (n, k))
+        #: As `parallel.into` and `parallel.out_of` take it.
+        self.affine = Affine(self.weight, self.bias, (n, k), way)
 
 
 class Table(Module):
@@ -250,8 +246,8 @@ class Model(nn.Module):
             wraps: On a pipe: whether the first place and the last share parameters.
 
         Raises:
-            ValueError: If a parameter is in no stage, a layer does not take what the previous one gives, or the last
-                stage gives no loss.
+            ValueError: If a parameter is undeclared or in no stage, a stage does not name the modules that it uses, a
+                layer does not take what the previous one gives, or the last stage gives no loss.
         """
         segments, mesh = self.segments(), self.parallel.mesh
         self._check([stage for each in segments.values() for stage in each], ends=self.split.last in segments)
@@ -315,21 +311,42 @@ class Model(nn.Module):
         fit([stage.name for stage in stages], [stage.layer for stage in stages])
         if ends and stages[-1].layer.gives != "loss":
             raise ValueError(f"the last stage, {stages[-1].name}, gives no loss; end with head_loss or own_loss")
-        in_stages: dict[nn.Parameter, tuple[Stage, Any]] = {}
+        self._check_parameters(stages)
+
+    def _check_parameters(self, stages: Sequence[Stage]) -> None:
+        names, in_stages = {p: name for name, p, _ in declared(self)}, dict[nn.Parameter, tuple[Stage, Any]]()
+        undeclared = [name for name, parameter in self.named_parameters() if parameter not in names]
+        if undeclared:
+            raise ValueError(
+                f"{listed(undeclared)}: not declared, so no step would shard or train them; make them by `declare` in "
+                "a LayerModule, and use them in a local layer"
+            )
         for stage in stages:
-            for module in stage.needs:
-                for _, parameter, _ in declared(module):
-                    other, owner = in_stages.setdefault(parameter, (stage, module))
-                    if owner is not module:
-                        name = next(name for name, each, _ in declared(self) if each is parameter)
-                        raise ValueError(
-                            f"{name} is in two modules that stages {other.name} and {stage.name} name; name the outer "
-                            "module in both"
-                        )
-        missing = [name for name, parameter, _ in declared(self) if parameter not in in_stages]
+            gathered = [(parameter, module) for module in stage.needs for _, parameter, _ in declared(module)]
+            for parameter, module in gathered:
+                if parameter not in names:
+                    raise ValueError(
+                        f"stage {stage.name} names a {type(module).__name__} that is no attribute of the model, so no "
+                        "optimizer would have it; keep modules in attributes or in a torch.nn.ModuleList"
+                    )
+                other, owner = in_stages.setdefault(parameter, (stage, module))
+                if owner is not module:
+                    raise ValueError(
+                        f"{names[parameter]} is in two modules that stages {other.name} and {stage.name} name; name "
+                        "the outer module in both"
+                    )
+            mine, used = dict(gathered), dict.fromkeys(parameters_of(stage.layer))
+            lacking = [names.get(each, f"a parameter {list(each.shape)}") for each in used if each not in mine]
+            if lacking:
+                raise ValueError(
+                    f"stage {stage.name} uses {listed(lacking)}, but names no module with them; name all that it needs"
+                    f": Stage({stage.name!r}, layer, [module, …])"
+                )
+        missing = [name for parameter, name in names.items() if parameter not in in_stages]
         if missing:
-            shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            raise ValueError(f"{shown}: in no stage, so no step would train them; name their module in a stage")
+            raise ValueError(
+                f"{listed(missing)}: in no stage, so no step would train them; name their module in a stage"
+            )
 
     def player_of(self, segments: Mapping[int, Sequence[Stage]]) -> Player:
         """A player of this rank's pipeline stages, with the messages between stages."""
@@ -392,35 +409,42 @@ class Model(nn.Module):
         return Keys(seed, self.parallel.mesh.device) if isinstance(seed, int) else seed
 
     def play(
-        self, batches: Sequence[tuple[Tensor, At]], order: Order | None = None, scale: float | Tensor = 1.0
+        self, batches: Sequence[tuple[Tensor, At]], order: str | Order | None = None, scale: float | Tensor = 1.0
     ) -> list[Tensor]:
         """Forward and backward of several micro-batches. The gradient of `scale` times the mean of their losses is
         added to the parameters', as `backward()` does, and summed over replicas once.
 
         Args:
             batches: This rank's inputs of each micro-batch, and their `At`.
-            order: The order of their forwards and backwards; None: the schedule's.
+            order: The order of their forwards F, backwards B and, if they are postponed, weight gradients W, those that
+                run beside each other joined by +: "F0 F1+B0 B1". None: the schedule's.
             scale: A factor of the loss; a tensor is read on the device.
 
         Returns:
             The losses of the micro-batches.
 
         Raises:
-            ValueError: If an order is given on a pipe, or inputs do not match their place.
+            ValueError: If the order lacks or repeats something, or is given on a pipe; if inputs do not match their
+                place.
         """
         pipe = self.parallel.mesh.pipe.size
         if order is not None and pipe > 1:
             raise ValueError(
-                f"an order can be given for one stage only, but pipe={pipe}; choose a schedule by its name"
+                f"order={order!r} is that of one rank, but with pipe={pipe} each place has its own; choose one by "
+                f"name: Schedule(pipeline=…), one of {', '.join(PIPELINES)}"
             )
+        if isinstance(order, str):
+            order = parse(order)
         for inputs, at in batches:
             self._check_call(inputs, at.targets, at.place)
         batches = [(inputs, replace(at, seed=self._dropout(at.seed))) for inputs, at in batches]
-        every = [order] if order else orders(self.parallel.schedule, pipe, len(batches))
+        every = [order] if order is not None else orders(self.parallel.schedule, pipe, len(batches))
         return self.player.play(batches, every, scale, self.lowest)
 
     def _check_call(self, inputs: Tensor, targets: Tensor | None, place: Place) -> None:
         """Raise ValueError where a step would silently do something else than it seems to."""
+        if not hasattr(self, "player"):
+            raise ValueError(f"{type(self).__name__} is not finished; end its __init__ with self.finish(seed)")
         if torch.is_autocast_enabled(inputs.device.type):
             raise ValueError(
                 "torch.autocast does not reach the model's matmuls; set their dtype when you create the model: "
@@ -474,6 +498,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(before)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _row_norms(x: Tensor) -> Tensor:

@@ -55,14 +55,14 @@ class Parallel(Protocol):
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
         """residual -> inner, a tensor per linear. With `heads`, the number of heads of each output, residual -> heads:
-        full heads of full sequences."""
+        full heads of full sequences. Raises ValueError if a linear was made "out_of"."""
 
     def attend(self, norms: Sequence[nn.Parameter] = (), causal: bool = True) -> Layer:
         """heads -> attended: each token attends to those before it (with a cache, also to those of earlier steps), or
         to all. `norms` are the weights of QK-norm."""
 
     def out_of(self, linear: Affine, heads: bool = False) -> Layer:
-        """inner, or attended, -> residual."""
+        """inner, or attended, -> residual. Raises ValueError if the linear was made "into"."""
 
     def dropout(self, name: str) -> Layer:
         """residual -> residual: dropout by global index; the identity without a seed."""

@@ -11,7 +11,7 @@ from cuboid.model.freeze import Trained, matching, parameter_names
 from cuboid.model.module import declared
 from cuboid.model.nn import Block, Model, Norm, Table
 from cuboid.model.parallel import Parallel
-from cuboid.step.op import Layer, chain, recomputed
+from cuboid.step.op import chain, recomputed
 from cuboid.step.runner import At, Stage
 
 #: What backward recomputes: nothing, attention, or everything inside a block.
@@ -98,14 +98,13 @@ class Transformer(Model):
         found = list[Stage]()
         if number == 0:
             assert self.embed is not None
-            embed, dropout = self.embed.lookup(self.positions), self.parallel.dropout("embed")
+            dropout = [self.parallel.dropout("embed")] if self.config.dropout else []
             tables = [table for table in (self.embed, self.positions) if table is not None]
-            found.append(
-                Stage("embed", chain(embed, dropout) if self.config.dropout else embed, tables, in_backward=False)
-            )
+            layer = chain(self.embed.lookup(self.positions), *dropout)
+            found.append(Stage("embed", layer, tables, in_backward=False))
         for i in self.split.layers(number):
             block = self.get_submodule(f"blocks.{i}")
-            layer: Layer = recomputed(block) if self.recompute == "full" else block  # type: ignore[arg-type, assignment]
+            layer = recomputed(block) if self.recompute == "full" else block  # type: ignore[arg-type, assignment]
             found.append(Stage(f"block {i}", layer, [block]))
         if number == self.split.last:
             assert self.norm is not None

@@ -1,6 +1,6 @@
 """Operations with an explicit backward, and the combinators that make blocks of them.
 
-    layer(X, w, at)            Steps -> (Y, back)   yields wherever it would wait for a collective
+    layer(X, w, at)            Steps -> (Y, back)   yields before it waits for a collective
     back.run(dY, w, before)    Steps -> dX          hands the gradients of its weights to w, now or later
     back.ahead()               launches what `run` will wait for besides dY, while the previous backward still computes
 
@@ -8,11 +8,15 @@
 (`At`). `before()` is the `ahead` of the next operation in backward. X and Y are tensors or tuples of tensors. If
 `at.train` is False, nothing is saved and `back` is None.
 
-A layer names the layouts it `takes` and `gives`, "" for any. Combinators check that their layers fit. Layers are plain
-objects, so that `copy.deepcopy` of a model copies them with their parameters.
+Three layers also wait without a pause: the head for each chunk of logits, an own loss for its sum, and SUMMA of the
+baselines, which overlaps its broadcasts itself.
+
+A layer names the layouts it `takes` and `gives`, "" for any. Combinators check that their layers fit. A fork gives the
+layout of its branches; if they differ, the `local` layer that joins them names what it gives. Layers are plain objects,
+so that `copy.deepcopy` of a model copies them with their parameters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -48,6 +52,19 @@ def nothing() -> tuple[float, str]:
     return 0.0, ""
 
 
+def parameters_of(layer: Any) -> Iterator[nn.Parameter]:
+    """The parameters in the attributes of a layer, and of the layers that it is made of."""
+    if isinstance(layer, nn.Parameter):
+        yield layer
+    elif isinstance(layer, nn.Module):
+        yield from parameters_of(getattr(layer, "layer", None))
+    elif isinstance(layer, list | tuple):
+        for each in layer:
+            yield from parameters_of(each)
+    elif hasattr(layer, "takes"):
+        yield from parameters_of([*vars(layer).values()])
+
+
 # Local mathematics, which autograd differentiates
 
 
@@ -75,9 +92,11 @@ def vjp(fn: Callable[..., Any], *xs: Tensor) -> tuple[Any, Callable[[Any], tuple
         Y = fn(*entered)
     several = isinstance(Y, tuple)
     ins, outs = [get_gradient_edge(x) for x in entered], [get_gradient_edge(y) for y in (Y if several else (Y,))]
+    zeros = [partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in xs]
 
     def back(dY: Any) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(outs, ins, dY if several else (dY,), materialize_grads=True)
+        found = torch.autograd.grad(outs, ins, dY if several else (dY,), allow_unused=True)
+        return tuple(zero() if dX is None else dX for zero, dX in zip(zeros, found, strict=True))
 
     return tuple(y.detach() for y in Y) if several else Y.detach(), back
 
@@ -89,6 +108,11 @@ class Local:
     def __init__(
         self, fn: Callable[..., Any], *parameters: nn.Parameter, placed: bool = False, takes: str = "", gives: str = ""
     ) -> None:
+        if isinstance(fn, nn.Module) and next(fn.parameters(), None) is not None:
+            raise ValueError(
+                f"local(…) got a {type(fn).__name__}, whose parameters no step would shard or train; declare them in a "
+                "LayerModule, and pass them to local after a function of X and them"
+            )
         self.fn, self.parameters, self.placed, self.takes, self.gives = fn, parameters, placed, takes, gives
 
     def __call__(self, X: Any, w: Any, at: Any) -> Steps:
@@ -124,10 +148,10 @@ class Local:
 class Transposable:
     """Y = forward(at, X) and dX = transpose(at, dY), both `Steps`."""
 
-    takes = gives = ""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Steps], transpose: Callable[[Any, Tensor], Steps]) -> None:
-        self.forward, self.transpose = forward, transpose
+    def __init__(
+        self, forward: Callable[[Any, Tensor], Steps], transpose: Callable[[Any, Tensor], Steps], layout: str = ""
+    ) -> None:
+        self.forward, self.transpose, self.takes, self.gives = forward, transpose, layout, layout
 
     def __call__(self, X: Tensor, w: Any, at: Any) -> Steps:
         steps = self.forward(at, X)
@@ -136,14 +160,14 @@ class Transposable:
         return Y, Back(lambda dY, w, before: self.transpose(at, dY)) if at.train else None
 
 
-def diagonal(fn: Callable[[Any, Tensor], Tensor]) -> Layer:
+def diagonal(fn: Callable[[Any, Tensor], Tensor], layout: str = "") -> Layer:
     """An elementwise scaling fn(at, X). It is its own transpose."""
 
     def apply(at: Any, X: Tensor) -> Steps:
         return fn(at, X)
         yield
 
-    return Transposable(apply, apply)
+    return Transposable(apply, apply, layout)
 
 
 def collective(kind: Kind, axis: Axis, width: float) -> Layer:
@@ -168,14 +192,29 @@ def _ahead(backs: Sequence[Back]) -> Ahead | None:
     return next((back.ahead for back in reversed(backs) if back.ahead is not None), None)
 
 
+AND = " and "  # between the layouts of a fork's branches, if they differ
+
+
+def check_layer(layer: Any) -> None:
+    """Raise ValueError if it names no layouts, as functions and plain modules do not."""
+    if not hasattr(layer, "takes"):
+        raise ValueError(
+            f"{getattr(layer, '__name__', type(layer).__name__)} is no layer; use local(fn, *parameters) for plain "
+            "PyTorch, parallel.into or parallel.out_of for a Linear, and set self.layer in a LayerModule"
+        )
+
+
 def fit(names: Sequence[str], layers: Sequence[Layer]) -> tuple[str, str]:
     """The layouts that a sequence of layers takes and gives. Raises if one does not take what the one before gives."""
     takes = now = ""
     for i, layer in enumerate(layers):
+        check_layer(layer)
         if now and layer.takes and layer.takes != now:
+            remedy = f"put a layer that takes {now!r} and gives {layer.takes!r} between them"
+            if AND in now:
+                remedy = f"join the branches of the fork by local(fn, gives={layer.takes!r})"
             raise ValueError(
-                f"{names[i]} takes the layout {layer.takes!r}, but {names[i - 1]} before it gives {now!r}; "
-                f"put a layer that takes {now!r} and gives {layer.takes!r} between them"
+                f"{names[i]} takes the layout {layer.takes!r}, but {names[i - 1]} before it gives {now!r}; {remedy}"
             )
         takes, now = takes or (layer.takes if not now else ""), layer.gives or now or layer.takes
     return takes, now
@@ -243,10 +282,18 @@ class Residual:
 class Fork:
     """X -> (branches[0](X), branches[1](X), …), for a `local` layer to join."""
 
-    gives = ""
-
     def __init__(self, *branches: Layer) -> None:
-        self.branches, self.takes = branches, next((b.takes for b in branches if b.takes), "")
+        for each in branches:
+            check_layer(each)
+        taken = list(dict.fromkeys(each.takes for each in branches if each.takes))
+        if len(taken) > 1:
+            raise ValueError(
+                f"the branches of a fork take the layouts {AND.join(map(repr, taken))}, but all get the same input; "
+                "begin them with layers that take one layout"
+            )
+        self.branches, self.takes = branches, taken[0] if taken else ""
+        given = list(dict.fromkeys(each.gives or self.takes for each in branches))
+        self.gives = given[0] if len(given) == 1 else AND.join(each or "any" for each in given)
 
     def __call__(self, X: Tensor, w: Any, at: Any) -> Steps:
         Ys, backs = [], []
@@ -324,6 +371,9 @@ def local(
         placed: Whether `fn` takes the `At` of its tokens first.
         takes: The layout of X; empty: any, and Y has the same.
         gives: The layout of Y.
+
+    Raises:
+        ValueError: If `fn` is a module with parameters.
     """
     return Local(fn, *parameters, placed=placed, takes=takes, gives=gives)
 
@@ -343,8 +393,14 @@ def residual(*layers: Layer) -> Layer:
 def fork(*branches: Layer) -> Layer:
     """`X -> (branches[0](X), branches[1](X), …)`, for a `local` layer to join.
 
+    It gives the layout that its branches give. If they give different ones, the layer that joins them names what it
+    gives: `local(fn, gives="residual")`.
+
     Args:
         branches: Layers that take the same layout.
+
+    Raises:
+        ValueError: If they take different ones.
     """
     return Fork(*branches)
 

@@ -86,9 +86,9 @@ class Bucket:
 
         def land() -> Tensors:
             unsharded = {p: shard_of(p) for p in self.parameters if p not in self.lengths}
-            parts = flight.wait().split_with_sizes([x.size * size for size in sizes])
-            for message, part in zip(self.messages, parts, strict=True):
-                for p, weight in zip(message, by_weight(part.view(x.size, -1), list(message.values())), strict=True):
+            received = flight.wait().split_with_sizes([x.size * size for size in sizes])
+            for message, each in zip(self.messages, received, strict=True):
+                for p, weight in zip(message, by_weight(each.view(x.size, -1), list(message.values())), strict=True):
                     rows, *rest = self.shapes[p]
                     unsharded[p] = weight.view(round_up(rows, x.size), *rest)[:rows]
             same = self.parameters[0].dtype == self.dtype
@@ -99,8 +99,8 @@ class Bucket:
     def _packed(self) -> Tensor:
         """The shards as they are sent: a view, unless some are padded or converted to another dtype."""
         shards = [(shard_of(p).view(-1), length) for p, length in self.lengths.items()]
-        parts = [F.pad(shard, (0, n - len(shard))) if len(shard) < n else shard for shard, n in shards]
-        return joined(parts).to(self.dtype) if parts else torch.empty(0)
+        padded = [F.pad(shard, (0, n - len(shard))) if len(shard) < n else shard for shard, n in shards]
+        return joined(padded).to(self.dtype) if padded else torch.empty(0)
 
     # Gradients: unsharded -> shards
 
@@ -110,16 +110,16 @@ class Bucket:
         sent = {p: length for p, length in self.lengths.items() if p in gradients}
         if not self.gathers or not sent:
             return lambda: gradients
-        parts = [[self._by_rank(p, gradients) for p in message] for message in self._messages(sent)]
-        packed = [each.pop() if len(each) == 1 else torch.cat(each, 1) for each in parts]
-        del parts
+        messages = [[self._by_rank(p, gradients) for p in message] for message in self._messages(sent)]
+        packed = [each.pop() if len(each) == 1 else torch.cat(each, 1) for each in messages]
+        del messages
         flight = reduce_scatter_each(packed, self.mesh.x, dtype=self.parameters[0].dtype)
         del packed
 
         def land() -> Tensors:
-            for p, part in zip(sent, flight.wait().split_with_sizes(list(sent.values())), strict=True):
+            for p, total in zip(sent, flight.wait().split_with_sizes(list(sent.values())), strict=True):
                 shard = shard_of(p)
-                gradients[p] = part[: shard.numel()].view(shard.shape)
+                gradients[p] = total[: shard.numel()].view(shard.shape)
             return gradients
 
         return land
@@ -143,14 +143,14 @@ def neighbours(lengths: Sequence[int], least: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise([*starts, len(lengths)])]
 
 
-def by_weight(parts: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
+def by_weight(shards: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
     """[ranks, Σ lengths] -> one flat tensor per length, with the shards of all ranks."""
-    sizes = [len(parts) * n for n in lengths]
-    if 1 in (len(parts), len(lengths)):
-        return parts.view(-1).split_with_sizes(sizes)
-    found = torch.empty_like(parts).view(-1).split_with_sizes(sizes)
-    for each, part in zip(found, parts.split_with_sizes(list(lengths), 1), strict=True):
-        each.view(part.shape).copy_(part)
+    sizes = [len(shards) * n for n in lengths]
+    if 1 in (len(shards), len(lengths)):
+        return shards.view(-1).split_with_sizes(sizes)
+    found = torch.empty_like(shards).view(-1).split_with_sizes(sizes)
+    for each, columns in zip(found, shards.split_with_sizes(list(lengths), 1), strict=True):
+        each.view(columns.shape).copy_(columns)
     return found
 
 
@@ -187,8 +187,11 @@ class Gathered:
         try:
             return self._weights[parameter]
         except KeyError:
-            self._bucket(parameter)  # raises a clear error, unless the weight was released
-            raise
+            self._bucket(parameter)  # raises if it is of another stage
+        raise ValueError(
+            f"a layer uses its weight {list(parameter.shape)} in backward, but its stage says in_backward=False; leave "
+            "that out"
+        )
 
     def lasting(self, parameter: nn.Parameter) -> Tensor:
         """A weight that may be kept: it does not keep what was gathered with it alive."""
@@ -203,8 +206,7 @@ class Gathered:
             if parameter in bucket.shapes:
                 return bucket
         raise ValueError(
-            f"a layer needs a parameter of {parameter.numel()} elements that belongs to no module of its stage; "
-            "name its module in the stage"
+            f"a layer uses a parameter {list(parameter.shape)} of no module of its stage; name its module in the stage"
         )
 
     def gradient(self, parameters: Sequence[nn.Parameter], wide: bool = False, extra: int = 0) -> tuple[Tensor, bool]:
@@ -223,6 +225,8 @@ class Gathered:
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the gradient of one small weight."""
         if parameter.requires_grad:
+            if self._uses > 1:
+                gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             before = self._sums.get(parameter)
             self._sums[parameter] = gradient if before is None else before + gradient
 
@@ -250,14 +254,10 @@ class Gathered:
         """Launch the sums over x of all gradients."""
         found = []
         for bucket in self.buckets:
-            made = {p: first_rows(shape[0], self._sums.pop(p)) for p, shape in bucket.shapes.items() if p in self._sums}
+            made = {p: self._sums.pop(p)[: shape[0]] for p, shape in bucket.shapes.items() if p in self._sums}
             if made:
                 found.append((bucket, bucket.reduce(made)))
         return found
-
-
-def first_rows(rows: int, gradient: Tensor) -> Tensor:
-    return gradient if len(gradient) == rows else gradient[:rows]
 
 
 class Sums:
@@ -323,7 +323,7 @@ def sum_over(axis: Axis, gradients: Tensors) -> Landing:
     shapes = {p: gradient.shape for p, gradient in gradients.items()}
 
     def land() -> Tensors:
-        parts = flight.wait().split([shape.numel() for shape in shapes.values()])
-        return {p: part.view(shape) for (p, shape), part in zip(shapes.items(), parts, strict=True)}
+        totals = flight.wait().split([shape.numel() for shape in shapes.values()])
+        return {p: total.view(shape) for (p, shape), total in zip(shapes.items(), totals, strict=True)}
 
     return land

@@ -5,11 +5,11 @@
 * Its all_gather is a ring of p-1 rounds with one more copy at the end. Between hosts that keeps every link busy, and
   each byte leaves a host once. Inside a host, direct messages take half the CPU time for the same bytes: small ones as
   copies in one all-to-all, large ones rank by rank.
-* Its reduce_scatter is an all-reduce inside and sends twice the bytes: `Transport.reduce_scatter` sends the least. *
-Its reduce sends 1 + 1/p times the least, but no rank must receive all tensors alone. * Its broadcast and reduce ignore
-hosts: over eight ranks on two hosts a broadcast crosses between them up to five times.
-  Where hosts have several ranks each, one of them, the head, receives from other hosts and passes on inside its own, or
-  sums inside its own and sends the sum. So everything crosses to each host once.
+* Its reduce_scatter is an all-reduce inside and sends twice the bytes: `Transport.reduce_scatter` sends the least.
+* Its reduce sends 1 + 1/p times the least, but no rank must receive all tensors alone.
+* Its broadcast and reduce ignore hosts: over eight ranks on two hosts a broadcast crosses between them up to five
+  times. Where hosts have several ranks each, one of them, the head, receives from other hosts and passes on inside its
+  own, or sums inside its own and sends the sum. So everything crosses to each host once.
 * It calls back when a message has landed, in a thread that can read the clock.
 """
 
