@@ -41,6 +41,7 @@ CASES = [
     (GPT2, Cuboid(2, 2, 1), "bf16", Choice(schedule=SUB_BATCHES), 1, 0.03),
     (LLAMA, Cuboid(1, 2, 2), "bf16", Choice(schedule=SUB_BATCHES), 1, 0.03),
     (LLAMA, Cuboid(2, 2, 1), "fp32", Choice("none", Policy("retain"), SUB_BATCHES), 1, 0.03),
+    (WIDE, Cuboid(2, 1, 2), "bf16", Choice(schedule=Schedule(chunks=4)), 1, 0.03),
     (GPT2, Cuboid(2, 1, 1, replicas=2), "fp32", Choice(), 3, 0.003),
     (LLAMA, Cuboid(2, 2, 1), "fp32", Choice(), 3, 0.003),
 ]

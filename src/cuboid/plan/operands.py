@@ -31,7 +31,8 @@ class Operands:
             choice.schedule.sub_batches,
         )
         self.wide, self.low = max(self.e, 4), self.e < 4
-        self.g = self.wide if self.sub_batches > 1 else self.e  # a weight's gradient: sub-batches add up in fp32
+        summed = max(self.sub_batches, choice.schedule.chunks) > 1
+        self.g = self.wide if summed else self.e  # a weight's gradient: sub-batches and chunks are summed in fp32
         self.m, self.narrow, self.spread = s.m, s.m * s.d * self.e, s.m * s.f * self.e
         self.apart = s.x > 1
         self.trained = Trained(work.config, work.freeze)

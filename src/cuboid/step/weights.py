@@ -90,7 +90,7 @@ class Bucket:
             for message, each in zip(self.messages, received, strict=True):
                 for p, weight in zip(message, by_weight(each.view(x.size, -1), list(message.values())), strict=True):
                     rows, *rest = self.shapes[p]
-                    unsharded[p] = weight.view(round_up(rows, x.size), *rest)[:rows]
+                    unsharded[p] = first_rows(rows, weight.view(round_up(rows, x.size), *rest))
             same = self.parameters[0].dtype == self.dtype
             return unsharded if same else {p: weight.to(self.dtype) for p, weight in unsharded.items()}
 
@@ -99,7 +99,7 @@ class Bucket:
     def _packed(self) -> Tensor:
         """The shards as they are sent: a view, unless some are padded or converted to another dtype."""
         shards = [(shard_of(p).view(-1), length) for p, length in self.lengths.items()]
-        padded = [F.pad(shard, (0, n - len(shard))) if len(shard) < n else shard for shard, n in shards]
+        padded = [F.pad(shard, (0, n - shard.numel())) if shard.numel() < n else shard for shard, n in shards]
         return joined(padded).to(self.dtype) if padded else torch.empty(0)
 
     # Gradients: unsharded -> shards
@@ -119,7 +119,7 @@ class Bucket:
         def land() -> Tensors:
             for p, total in zip(sent, flight.wait().split_with_sizes(list(sent.values())), strict=True):
                 shard = shard_of(p)
-                gradients[p] = total[: shard.numel()].view(shard.shape)
+                gradients[p] = first_rows(shard.numel(), total).view(shard.shape)
             return gradients
 
         return land
@@ -127,9 +127,9 @@ class Bucket:
     def _by_rank(self, parameter: nn.Parameter, gradients: Tensors) -> Tensor:
         """Pop a gradient as [x, elements], one row per rank of x; short shards are padded."""
         gradient, x = gradients.pop(parameter), self.mesh.x.size
-        rows = round_up(len(gradient), x)
-        if rows != len(gradient):
-            gradient = torch.cat((gradient, gradient.new_zeros(rows - len(gradient), *gradient.shape[1:])))
+        rows, *rest = gradient.shape
+        if rows % x:
+            gradient = torch.cat((gradient, gradient.new_zeros(round_up(rows, x) - rows, *rest)))
         return gradient.reshape(x, -1).to(self.dtype)
 
 
@@ -143,10 +143,15 @@ def neighbours(lengths: Sequence[int], least: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise([*starts, len(lengths)])]
 
 
+def first_rows(rows: int, x: Tensor) -> Tensor:
+    return x if x.shape[0] == rows else x[:rows]
+
+
 def by_weight(shards: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
     """[ranks, Σ lengths] -> one flat tensor per length, with the shards of all ranks."""
-    sizes = [len(shards) * n for n in lengths]
-    if 1 in (len(shards), len(lengths)):
+    ranks = shards.shape[0]
+    sizes = [ranks * n for n in lengths]
+    if 1 in (ranks, len(lengths)):
         return shards.view(-1).split_with_sizes(sizes)
     found = torch.empty_like(shards).view(-1).split_with_sizes(sizes)
     for each, columns in zip(found, shards.split_with_sizes(list(lengths), 1), strict=True):
@@ -254,7 +259,7 @@ class Gathered:
         """Launch the sums over x of all gradients."""
         found = []
         for bucket in self.buckets:
-            made = {p: self._sums.pop(p)[: shape[0]] for p, shape in bucket.shapes.items() if p in self._sums}
+            made = {p: first_rows(shape[0], self._sums.pop(p)) for p, shape in bucket.shapes.items() if p in self._sums}
             if made:
                 found.append((bucket, bucket.reduce(made)))
         return found
