@@ -164,7 +164,7 @@ def explain(error: Any) -> str:
         hint = _flag_hint(error.option_name, flags, path)
         if ctx.parent is None and not hint:
             hint = f"options come after a command, such as cuboid train {error.option_name} …"
-        elif hasattr(command, "list_commands"):
+        elif ctx.parent is not None and hasattr(command, "list_commands"):
             names = command.list_commands(ctx)
             hint = f"options come after one of {', '.join(names)}; {path} {names[0]} --help lists its own"
         return f"{path} has no option {error.option_name}; {hint or see}"
