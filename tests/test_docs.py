@@ -146,6 +146,18 @@ def test_readme_example_gives_one_loss(capfd: pytest.CaptureFixture[str]) -> Non
     assert len(set(losses)) == 1
 
 
+def test_readme_plan_shows_where_z_wins() -> None:
+    """README has the winner and its advantage over the best cuboid with z = 1."""
+    text = README.read_text()
+    (line,) = re.findall(r"^```bash\n(cuboid plan .*)\n```$", text, re.M)
+    said = CliRunner().invoke(app, [*shlex.split(line)[1:], "--json", "--top", "10000"])
+    rows = sorted(json.loads(said.stdout)["plans"], key=lambda row: row["seconds"])
+    k = rows[0]["cuboid"]
+    flat = next(row for row in rows if row["cuboid"]["z"] == 1)
+    ratio = flat["seconds"] / rows[0]["seconds"]
+    assert f"({k['x']},{k['y']},{k['z']}) is {ratio:.2f} × as fast as the best cuboid with z = 1" in text
+
+
 @pytest.mark.parametrize("path", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
 def test_docs_have_no_unmarked_code_or_broken_links(path: Path) -> None:
     """All code is in blocks of a known kind, and links lead somewhere."""
