@@ -78,6 +78,7 @@ WRONG = [
     ("import nowhere out", "cannot be read: No such file or directory; give a folder of a Hugging Face model"),
     ("checkpoint list nowhere", "has no complete checkpoint; give a run folder"),
     ("train --resume runs", "There are runs/demo"),
+    ("train --resume runs/begun", "has no complete checkpoint"),
     ("train --data text.txt", "write --set data.paths=FILE"),
     ("train --precision bf16", "write --set precision.dtype=TYPE"),
     ("train --fp8", "write --set precision.dtype=bf16"),
@@ -88,10 +89,10 @@ WRONG = [
 
 
 def make_files(folder: Path) -> None:
-    """A text, and a run without a checkpoint."""
+    """A text, a run with what looks like a checkpoint, and one without."""
     (folder / "text.txt").write_text("some text\n")
-    (folder / "runs" / "demo").mkdir(parents=True)
-    (folder / "runs" / "demo" / "config.toml").touch()
+    (folder / "runs" / "demo" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (folder / "runs" / "begun").mkdir()
 
 
 @pytest.mark.parametrize(("typed", "answer"), WRONG, ids=[typed for typed, _ in WRONG])

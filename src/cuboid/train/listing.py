@@ -49,14 +49,16 @@ def candidates(given: Path) -> list[Path]:
 
 
 def runs_near(given: Path) -> str:
-    """A sentence with the newest runs of runs/, if `given` is there or below; else empty."""
+    """A sentence with the newest runs of runs/ that have a checkpoint, if `given` is there or below; else empty."""
     runs = Path("runs").resolve()
     if not given.is_relative_to(runs):
         return ""
-    found = sorted(runs.glob("*/config.toml"), key=lambda file: -file.stat().st_mtime)
-    names = [f"runs/{file.parent.name}" for file in found]
+    found = [path for path in runs.glob("*/checkpoints") if complete(path)]
+    names = [f"runs/{path.parent.name}" for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f". There are {', '.join(names[:SHOWN])}{more}" if names else ". runs/ has no run; cuboid train makes one"
+    return (
+        f". There are {', '.join(names[:SHOWN])}{more}" if names else ""
+    )
 
 
 def newest(given: Path) -> Path:
