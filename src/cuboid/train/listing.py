@@ -56,9 +56,7 @@ def runs_near(given: Path) -> str:
     found = [path for path in runs.glob("*/checkpoints") if complete(path)]
     names = [f"runs/{path.parent.name}" for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return (
-        f". There are {', '.join(names[:SHOWN])}{more}" if names else ""
-    )
+    return f". There are {', '.join(names[:SHOWN])}{more}" if names else ""
 
 
 def newest(given: Path) -> Path:
