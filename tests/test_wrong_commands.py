@@ -107,6 +107,10 @@ def test_wrong_command_is_answered_with_a_right_one(typed: str, answer: str, cub
     assert len(said.err.replace("did you mean", "").split(". ")) <= 2
 
 
+def test_missing_run_is_not_looked_for_on_the_hub(cuboid: Cuboid) -> None:
+    assert cuboid("sample", "runs/nope").err.endswith("give a Hugging Face folder, a run or a checkpoint\n")
+
+
 HELP = ["--help", "-h", "--version", "train --help", "train -h", "bench layouts --help"]
 LIGHT = [*HELP, *(typed for typed, _ in WRONG)]
 

@@ -82,7 +82,8 @@ class Origin:
 def _hub(path: Path) -> str:
     """How to download it, if `path` may be the name of a model on the Hub: one or two words."""
     here = Path.cwd().resolve()
-    if path.exists() or not path.is_relative_to(here) or len(name := path.relative_to(here).parts) > 2:
+    name = path.relative_to(here).parts if path.is_relative_to(here) else ()
+    if path.exists() or not 0 < len(name) <= 2 or name[0] == "runs":
         return ""
     model = "/".join(name)
     download = f"hf download {model} --local-dir {name[-1]}"
