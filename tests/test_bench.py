@@ -124,6 +124,15 @@ def test_layout_lists_feasible_layouts_with_reasons_for_rest() -> None:
     assert {c.name for c in able} | left_out.keys() == {c.name for c in every(few, 4)}
 
 
+def test_layouts_of_pytorch_combine_every_variant() -> None:
+    names = [layout.name for layout in every(PROBLEM, 4) if layout.native]
+    assert sorted(names) == sorted(
+        [f"native{sp}{ideal}{kept} 2×2" for sp in ("", "-SP") for ideal in ("", " ideal") for kept in ("", "+")]
+        + [f"native{ideal}{kept} 4×1" for ideal in ("", " ideal") for kept in ("", "+")]
+        + ["native 1×4", "native-SP 1×4", "native ideal 1×4", "DDP 4"]  # -SP has no reduce-scatter to make ideal
+    )
+
+
 # Ranks
 
 

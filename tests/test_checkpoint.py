@@ -14,8 +14,8 @@ from torch import Tensor
 from cuboid.device import HostCopies
 from cuboid.run.launch import Pool, World
 from cuboid.train import checkpoint
-from cuboid.train.checkpoint import complete, newest, step_of
 from cuboid.train.config import TrainConfig
+from cuboid.train.listing import complete, newest, step_of
 from cuboid.train.loop import Trainer
 from cuboid.train.writer import Writer
 

@@ -13,7 +13,7 @@ import pytest
 from tiny import Cuboid, on, sets, settings, tiny, write_text
 
 from cuboid.run.launch import launch
-from cuboid.train.checkpoint import complete, step_of
+from cuboid.train.listing import complete, step_of
 from cuboid.train.loop import train
 from cuboid.train.run import RunFolder
 

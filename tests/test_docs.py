@@ -13,7 +13,9 @@ import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -31,6 +33,9 @@ DOCS, README = ROOT / "docs", ROOT / "README.md"
 BIN = Path(sys.executable).parent
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
 SLOW = ("cluster.md", "emulation.md")
+#: Methods whose docstrings have yet to name their arguments.
+UNNAMED = ("LayerModule.forward", "Table.lookup", "Model.player_of", "Schedule.fuse", "Schedule.stored")
+UNNAMED += ("Loss.parts", "Loss.merge", "Loss.gradient")
 
 
 class CodeBlock(NamedTuple):
@@ -123,12 +128,34 @@ def test_docs_every_code_block_runs(path: Path, tmp_path: Path, monkeypatch: pyt
         (PARSE if title else RUN)[kind](text)
 
 
+@pytest.mark.parametrize("path", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+def test_docs_commands_in_outputs_parse(path: Path) -> None:
+    """A command in a block of output begins with a dollar sign."""
+    for kind, _, text in BLOCK.findall(path.read_text()):
+        for line in text.splitlines() if kind == "text" else ():
+            assert not re.match(r"(cuboid|torchrun) \S", line), f"{line!r}: write a bash block, or a $ before it"
+            if line.startswith("$ "):
+                parse_bash(line[2:])
+
+
 def test_readme_example_gives_one_loss(capfd: pytest.CaptureFixture[str]) -> None:
     (example,) = [each.text for each in blocks(README) if each.kind == "python"]
     run_python(example)
     losses = json.loads(capfd.readouterr().out)
     assert len(losses) == 8
     assert len(set(losses)) == 1
+
+
+def test_readme_plan_shows_where_z_wins() -> None:
+    """README has the winner and its advantage over the best cuboid with z = 1."""
+    text = README.read_text()
+    (line,) = re.findall(r"^```bash\n(cuboid plan .*)\n```$", text, re.M)
+    said = CliRunner().invoke(app, [*shlex.split(line)[1:], "--json", "--top", "10000"])
+    rows = sorted(json.loads(said.stdout)["plans"], key=lambda row: row["seconds"])
+    k = rows[0]["cuboid"]
+    flat = next(row for row in rows if row["cuboid"]["z"] == 1)
+    ratio = flat["seconds"] / rows[0]["seconds"]
+    assert f"({k['x']},{k['y']},{k['z']}) is {ratio:.2f} × as fast as the best cuboid with z = 1" in text
 
 
 @pytest.mark.parametrize("path", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
@@ -173,23 +200,45 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     assert "--resume" in (tmp_path / "site" / "cli.html").read_text()
 
 
+def public_functions(found: Any) -> Iterator[tuple[str, Any]]:
+    """A function, or a class and its own public methods and properties, by name."""
+    yield "", found
+    for name, value in vars(found).items() if isinstance(found, type) else ():
+        if not name.startswith("_") and isinstance(value, FunctionType | property | classmethod | staticmethod):
+            yield name, getattr(found, name)
+
+
+def raises_value_error(code: Any) -> bool:
+    """Whether its own body does; for a class, the body of `__init__` and `__post_init__`."""
+    if isinstance(code, type):
+        return any(raises_value_error(vars(code)[each]) for each in ("__init__", "__post_init__") if each in vars(code))
+    try:
+        tree = ast.parse(dedent(inspect.getsource(code.fget if isinstance(code, property) else code)))
+    except OSError:  # made by dataclass
+        return False
+    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    return any(isinstance(each, ast.Call) and ast.unparse(each.func) == "ValueError" for each in raised)
+
+
 @pytest.mark.parametrize("name", cuboid.__all__)
 def test_public_names_are_documented(name: str) -> None:
-    """A docstring, also of every method, every argument in it, and a place on the API page."""
+    """A docstring, also of every method, with every argument in it and what it raises; and a place on the API page."""
     found = getattr(cuboid, name)
-    text = inspect.getdoc(found) or ""
-    assert text
     assert f"::: cuboid.{name}\n" in (DOCS / "api.md").read_text()
-    for method, value in vars(found).items() if isinstance(found, type) else ():
-        if not method.startswith("_") and isinstance(value, FunctionType | property | classmethod | staticmethod):
-            assert inspect.getdoc(getattr(found, method)) or hasattr(cuboid.Parallel, method), (
-                f"{name}.{method} has no docstring"
-            )
-    if isinstance(found, type) and getattr(found, "_is_protocol", False):
-        return
-    taken = [each for each in inspect.signature(found).parameters if not each.startswith("_")]
-    for each in taken:
-        assert re.search(rf"^\s+{each}: ", text, re.M), f"{name} does not say what {each} is"
+    is_protocol = isinstance(found, type) and getattr(found, "_is_protocol", False)
+    for method, code in public_functions(found):
+        where = f"{name}.{method}" if method else name
+        if method and found is not cuboid.Parallel and hasattr(cuboid.Parallel, method):
+            continue  # documented there
+        text = inspect.getdoc(code) or ""
+        assert text, f"{where} has no docstring"
+        if raises_value_error(code):
+            assert re.search(r"\bRaises?\b", text), f"{where} does not say what it raises"
+        if isinstance(code, property) or where in UNNAMED or (is_protocol and not method):
+            continue
+        for each in inspect.signature(code).parameters:
+            said = re.search(rf"^\s+{each}: " + rf"|`{each}`" * bool(method), text, re.M)
+            assert said or each.startswith("_") or each == "self", f"{where} does not say what {each} is"
 
 
 @pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=lambda page: page.name)

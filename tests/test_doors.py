@@ -17,7 +17,7 @@ from tiny import Cuboid, on, tiny, write_text
 from cuboid.model.hf.save import Provenance
 from cuboid.run.launch import launch
 from cuboid.train import manifest
-from cuboid.train.checkpoint import candidates, inspect
+from cuboid.train.listing import candidates, inspect
 from cuboid.train.loop import train
 from cuboid.train.storage import INDEX, PieceReader
 

@@ -15,7 +15,7 @@ from cuboid.layers import product
 from cuboid.mesh.layout import shard_of
 from cuboid.model.module import declared
 from cuboid.run.launch import Pool, World
-from cuboid.train import checkpoint
+from cuboid.train import listing
 from cuboid.train.agree import Corrupted, check
 from cuboid.train.config import GuardSection, TrainConfig
 from cuboid.train.guard import Diverged, Guard
@@ -163,7 +163,7 @@ def test_guard_resumed_run_skips_same_steps(text: Path, tmp_path: Path, capfd: p
     config = tiny(text, *changes, "schedule.steps=9", "logging.sample_tokens=0")
     with Pool(2) as ranks:
         ranks.run(spiked, config, tmp_path / "whole", None)
-        first = checkpoint.complete(tmp_path / "whole" / "checkpoints")[0]
+        first = listing.complete(tmp_path / "whole" / "checkpoints")[0]
         assert json.loads((first / "state.json").read_text())["guard"]["skips"] == 1
         ranks.run(spiked, config, tmp_path / "resumed", first)
     whole, resumed = (

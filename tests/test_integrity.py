@@ -23,9 +23,9 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.model.hf.folder import Stored
 from cuboid.run.errors import RankError, RunError
 from cuboid.run.launch import Pool, World, launch
-from cuboid.train import checkpoint, manifest, storage
-from cuboid.train.checkpoint import candidates, complete, newest, step_of
+from cuboid.train import checkpoint, listing, manifest, storage
 from cuboid.train.config import TrainConfig
+from cuboid.train.listing import candidates, complete, newest, step_of
 from cuboid.train.loop import Trainer
 from cuboid.train.writer import Writer
 
@@ -297,7 +297,7 @@ def failing(
         trainer.resume(folder)
         assert trainer.done == 2
     else:  # a later one can still be written
-        checkpoint.inspect(folder / "step-00000001")
+        listing.inspect(folder / "step-00000001")
         writer.save(2, trainer.optimizer, trainer.state())
         writer.wait()
     close(trainer, writer)

@@ -53,6 +53,7 @@ CASES = [
     Case(GPT2.replace(tied=False, bias=False), 2, 2, ideal=True),
     Case(LLAMA, 2, 2, sp=False),
     Case(GPT2, 1, 4, sp=False),
+    Case(LLAMA, 2, 2, ideal=True, sp=False),
     Case(GPT2.replace(tied=False), 2, 2, ideal=True, reshard=False, sp=False),
     Case(GPT2, 4, 1, ddp=True),
 ]

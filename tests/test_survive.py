@@ -24,7 +24,7 @@ from cuboid.run import stop as stopping
 from cuboid.run.launch import Pool, RankDied, World
 from cuboid.run.restart import keep_running
 from cuboid.run.stop import PREEMPTED, Stop
-from cuboid.train import auto, checkpoint
+from cuboid.train import auto, listing
 from cuboid.train.auto import for_ranks
 from cuboid.train.config import differences, resolved_toml
 from cuboid.train.kills import last_step, ranks_of, survive
@@ -99,7 +99,7 @@ def test_train_cli_resumes_when_torchrun_restarts_rank(text: Path, tmp_path: Pat
         return next((tmp_path / "runs").glob("torchrun-*"), tmp_path)
 
     def saved() -> int:
-        return checkpoint.last_step(run() / "checkpoints")
+        return listing.last_step(run() / "checkpoints")
 
     with (tmp_path / "log").open("w+") as log:
         agent = subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=log, stderr=log, text=True)

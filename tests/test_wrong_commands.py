@@ -71,12 +71,33 @@ WRONG = [
     ("checkpoint delete run", "There are list, verify, prune"),
     ("export run", "cuboid export needs OUT"),
     ("config --get optimizer.lr", "write --show"),
+    ("sample runs/nope", "There are runs/demo"),
+    ("sample Qwen/Qwen3-0.6B", "run hf download Qwen/Qwen3-0.6B"),
+    ("eval nowhere", "is not a folder; give a Hugging Face folder, a run or a checkpoint"),
+    ("export nowhere out", "is not a folder; give a Hugging Face folder, a run or a checkpoint"),
+    ("import nowhere out", "cannot be read: No such file or directory; give a folder of a Hugging Face model"),
+    ("checkpoint list nowhere", "has no complete checkpoint; give a run folder"),
+    ("train --resume runs", "There are runs/demo"),
+    ("train --resume runs/begun", "has no complete checkpoint"),
+    ("train --data text.txt", "write --set data.paths=FILE"),
+    ("train --precision bf16", "write --set precision.dtype=TYPE"),
+    ("train --fp8", "write --set precision.dtype=bf16"),
+    ("demo --cuboid 2,2,2", "write cuboid train --cuboid"),
+    ("demo --folder runs", "is not empty"),
+    ("bench --quick", "options come after one of strong, weak, layouts"),
 ]
+
+
+def make_files(folder: Path) -> None:
+    """A text, a run with what looks like a checkpoint, and one without."""
+    (folder / "text.txt").write_text("some text\n")
+    (folder / "runs" / "demo" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (folder / "runs" / "begun").mkdir()
 
 
 @pytest.mark.parametrize(("typed", "answer"), WRONG, ids=[typed for typed, _ in WRONG])
 def test_wrong_command_is_answered_with_a_right_one(typed: str, answer: str, cuboid: Cuboid, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("some text\n")
+    make_files(tmp_path)
     said = cuboid(*typed.split())
     assert said.code == 2, said
     assert said.out == ""
@@ -86,12 +107,17 @@ def test_wrong_command_is_answered_with_a_right_one(typed: str, answer: str, cub
     assert len(said.err.replace("did you mean", "").split(". ")) <= 2
 
 
-LIGHT = ["--help", "--version", "train --help", "bench layouts --help", *(typed for typed, _ in WRONG)]
+def test_missing_run_is_not_looked_for_on_the_hub(cuboid: Cuboid) -> None:
+    assert cuboid("sample", "runs/nope").err.endswith("give a Hugging Face folder, a run or a checkpoint\n")
+
+
+HELP = ["--help", "-h", "--version", "train --help", "train -h", "bench layouts --help"]
+LIGHT = [*HELP, *(typed for typed, _ in WRONG)]
 
 
 def test_help_and_wrong_commands_load_nothing_heavy(tmp_path: Path) -> None:
     """All in one process: what one loads is loaded."""
-    (tmp_path / "text.txt").write_text("some text\n")
+    make_files(tmp_path)
     code = f"""
 import sys
 from cuboid.cli import main

@@ -92,7 +92,8 @@ class Layout:
         if self.way == "DDP":
             return f"DDP {k.x}"
         if self.native:
-            return f"{self.way}{'-SP' * (not self.sp)}{'+' * self.tuned} {k.x}×{k.y}"
+            way = self.way if self.sp else self.way.replace("native", "native-SP")
+            return f"{way}{'+' * self.tuned} {k.x}×{k.y}"
         if self.way == "FSDP×TP":
             return f"{self.way} {k.x}×{k.y}"
         long = [axis for axis in k.order if k.sizes[axis] > 1]
@@ -300,11 +301,13 @@ def every(problem: Problem, ranks: int, emulated: bool = False) -> Iterator[Layo
 
 def _natives(shape: Cuboid, ddp: bool) -> Iterator[Layout]:
     """PyTorch's own on one mesh, in all variants that may be fastest: with sequence parallelism and without ("-SP"),
-    weights regathered in backward or kept ("+"), gloo's reduce-scatters or the least traffic ("ideal"), and DDP."""
+    weights regathered in backward or kept ("+"), gloo's reduce-scatters or the least traffic ("ideal"), and DDP.
+    Without sequence parallelism only FSDP has reduce-scatters, so that "ideal" changes nothing where x = 1."""
     for sp in (True, False)[: 1 + (shape.y > 1)]:
         for tuned in (False, True)[: 1 + (shape.x > 1)]:
             yield Layout("native", shape, sp=sp, tuned=tuned)
-    yield Layout("native ideal", shape, tuned=shape.x > 1)
+            if sp or shape.x > 1:
+                yield Layout("native ideal", shape, sp=sp, tuned=tuned)
     if ddp and shape.y == 1 < shape.x:
         yield Layout("DDP", shape)
 

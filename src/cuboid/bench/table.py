@@ -58,7 +58,7 @@ def _times(rows: Sequence[Row]) -> Columns:
     columns: Columns = {"step": partial(_median, "step"), "quartiles": quartiles}
     columns |= {"fwd": partial(_phase, "forward"), "bwd": partial(_phase, "backward")}
     columns |= {"opt": lambda row: f"{row.spread('optimizer').median:.2g}"}
-    columns |= {f"× {first.layout.way}".replace("native ", "native\n"): faster}
+    columns |= {f"× {first.layout.way}".replace(" ", "\n"): faster}
     if first.slow is not None:
         columns["planned"] = lambda row: "–" if row.planned is None else f"{row.planned:.3g}"
     return columns

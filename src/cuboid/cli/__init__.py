@@ -23,6 +23,7 @@ app = typer.Typer(
     help="Train Transformers too big for one device on any x × y × z block of devices.",
     epilog="Begin with: cuboid demo, cuboid train, cuboid plan llama-3-8b --ranks 64, cuboid config.",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 

@@ -32,7 +32,7 @@ def list_(run: RUN, as_json: JSON = False) -> None:
 
     This checks the manifest, the state and the sizes of the other files; cuboid checkpoint verify reads all files.
     """
-    from cuboid.train.checkpoint import candidates
+    from cuboid.train.listing import candidates
 
     rows = [row(path) for path in reversed(candidates(run))]
     if as_json:
@@ -49,7 +49,7 @@ def list_(run: RUN, as_json: JSON = False) -> None:
 
 
 def row(path: Path) -> dict[str, Any]:
-    from cuboid.train.checkpoint import inspect
+    from cuboid.train.listing import inspect
     from cuboid.train.manifest import Damaged
 
     files = [file.lstat() for file in path.iterdir()]
@@ -76,7 +76,7 @@ def verify(run: RUN, as_json: JSON = False) -> None:
 
     Exits 0 if all are good, 1 if any is damaged.
     """
-    from cuboid.train.checkpoint import candidates
+    from cuboid.train.listing import candidates
 
     console = Console(highlight=False, markup=False, soft_wrap=True, stderr=as_json)
     found = {path: damage(path, console) for path in reversed(candidates(run))}
@@ -92,7 +92,7 @@ def verify(run: RUN, as_json: JSON = False) -> None:
 def damage(path: Path, console: Console) -> list[str]:
     """The damaged files of a checkpoint."""
     from cuboid.train import manifest
-    from cuboid.train.checkpoint import inspect
+    from cuboid.train.listing import inspect
     from cuboid.train.manifest import Damaged
 
     try:
@@ -113,7 +113,7 @@ def prune(
 
     Checkpoints to be kept are read and compared with their checksums first. If none is good, none is removed.
     """
-    from cuboid.train.checkpoint import candidates, step_of
+    from cuboid.train.listing import candidates, step_of
     from cuboid.train.run import RunFolder
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -129,7 +129,7 @@ def prune(
 
 def _prune(folder: Path, keep: int, dry_run: bool, console: Console) -> list[Path]:
     """Returns the checkpoints that are kept, newest first."""
-    from cuboid.train.checkpoint import complete
+    from cuboid.train.listing import complete
     from cuboid.train.writer import leftovers, remove
 
     kept: list[Path] = []

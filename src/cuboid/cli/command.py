@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from cuboid.cli.say import warn
 
-#: Flags by their earlier names.
+#: Flags by their earlier names. The value of --data was a number; a text that is given to it is something else.
 RENAMED = {"--data": "--replicas", "--devices": "--ranks", "--precision": "--dtype", "--parts": "--sub-batches"}
 
 #: Commands by other names that people type.
@@ -47,17 +47,21 @@ FLAGS = {
     **dict.fromkeys(("epochs", "num-train-epochs"), ("--set schedule.steps=N",)),
     **dict.fromkeys(("max-tokens", "max-new-tokens", "length"), ("--tokens",)),
     **dict.fromkeys(("get", "key", "list"), ("--show",)),
-    **dict.fromkeys(("fp32", "bf16", "fp16", "amp"), ("--dtype TYPE", "--set precision.dtype=TYPE")),
+    **dict.fromkeys(("fp32", "bf16", "fp16", "amp", "precision"), ("--dtype TYPE", "--set precision.dtype=TYPE")),
+    **dict.fromkeys(("fp8", "fp4", "int8"), ("--dtype bf16", "--set precision.dtype=bf16")),
     **dict.fromkeys(("vocab", "vocab-size"), ("--tokenizer FILE, made with the size that you want",)),
     **dict.fromkeys(("cuboid", "layout"), ("--cuboid", "--only 'cuboid 2,2,2'", "--explain")),
 }
-#: What people type for a flag of cuboid train, where none of ours is meant.
+#: What people type for a flag of a command, where none of its own is meant.
 INSTEAD = {
-    **dict.fromkeys(("config", "config-file", "cfg"), "name the file without a flag: cuboid train my.toml"),
-    **dict.fromkeys(
-        ("nodes", "nnodes", "num-nodes", "hosts", "master-addr", "master-port"),
-        "torchrun starts ranks on several hosts: torchrun --nnodes 2 … -m cuboid train …",
-    ),
+    "train": {
+        **dict.fromkeys(("config", "config-file", "cfg"), "name the file without a flag: cuboid train my.toml"),
+        **dict.fromkeys(
+            ("nodes", "nnodes", "num-nodes", "hosts", "master-addr", "master-port"),
+            "torchrun starts ranks on several hosts: torchrun --nnodes 2 … -m cuboid train …",
+        ),
+    },
+    "demo": dict.fromkeys(("cuboid", "ranks", "gpus"), "to choose a cuboid, write cuboid train --cuboid X,Y,Z"),
 }
 
 
@@ -88,7 +92,8 @@ class Command(Readable, TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {flag for param in self.params for flag in param.opts}
-        rest = super().parse_args(ctx, [_current(word, known) for word in args])
+        current = [_current(word, after, known) for word, after in zip(args, [*args[1:], ""], strict=False)]
+        rest = super().parse_args(ctx, current)
         for value in ctx.params.values():
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Path):
@@ -133,11 +138,13 @@ def one_of(flag: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{flag} {value} is not one of {', '.join(choices)}{hint}")
 
 
-def _current(word: str, known: set[str]) -> str:
-    """The current name of a renamed flag of this command; any other word as it is."""
+def _current(word: str, after: str, known: set[str]) -> str:
+    """The current name of a renamed flag of this command; any other word as it is. `after` is the next word."""
     flag, equals, value = word.partition("=")
     now = RENAMED.get(flag)
     if now is None or flag in known or now not in known:
+        return word
+    if flag == "--data" and not (value if equals else after).isdigit():
         return word
     warn(f"{flag} is now called {now}; please use the new name")
     return now + equals + value
@@ -157,6 +164,9 @@ def explain(error: Any) -> str:
         hint = _flag_hint(error.option_name, flags, path)
         if ctx.parent is None and not hint:
             hint = f"options come after a command, such as cuboid train {error.option_name} …"
+        elif ctx.parent is not None and hasattr(command, "list_commands"):
+            names = command.list_commands(ctx)
+            hint = f"options come after one of {', '.join(names)}; {path} {names[0]} --help lists its own"
         return f"{path} has no option {error.option_name}; {hint or see}"
     if hasattr(error, "option_name"):
         return _lacks_value(error.option_name)
@@ -198,8 +208,8 @@ def _flag_hint(typed: str, flags: Sequence[str], path: str) -> str:
     for ours in FLAGS.get(word, ()):
         if ours.split()[0] in flags:
             return f"write {ours}"
-    if word in INSTEAD and path.endswith(" train"):
-        return INSTEAD[word]
+    if instead := INSTEAD.get(path.rpartition(" ")[2], {}).get(word):
+        return instead
     if near := get_close_matches(typed, flags, 1, 0.75):
         return f"did you mean {near[0]}?"
     if "--set" in flags:
@@ -210,5 +220,5 @@ def _flag_hint(typed: str, flags: Sequence[str], path: str) -> str:
         for key, each in keys(TrainConfig).items():
             if name in (key.rpartition(".")[2], *each.rule.also):
                 return f"set the key {key}: --set {key}=VALUE"
-    near = get_close_matches(typed, flags, 1, 0.5)
-    return f"did you mean {near[0]}? {path} --help lists all" if near else ""
+    near = get_close_matches(word, [flag.lstrip("-") for flag in flags], 1, 0.6)
+    return f"did you mean --{near[0]}? {path} --help lists all" if near else ""

@@ -35,11 +35,12 @@ def import_(
     """
     shape = Cuboid.parse(cuboid)
     from cuboid.model.hf.architecture import model_config
-    from cuboid.run.launch import launch
 
     model_config(folder).check(shape, shape.x, 1)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not an empty folder; name a new one to import to")
+    from cuboid.run.launch import launch
+
     launch(import_on_rank, shape.ranks, [folder.resolve(), out.resolve(), shape])
 
 
@@ -51,7 +52,7 @@ def import_on_rank(world: World, folder: Path, out: Path, cuboid: Cuboid) -> Non
     from cuboid.model.hf import folder as files
     from cuboid.model.hf.load import from_pretrained
     from cuboid.model.hf.save import Provenance
-    from cuboid.train import checkpoint
+    from cuboid.train.listing import newest
     from cuboid.train.writer import Writer
 
     mesh, console = Mesh(cuboid, world.rank, world.device), rank_console(world)
@@ -67,7 +68,7 @@ def import_on_rank(world: World, folder: Path, out: Path, cuboid: Cuboid) -> Non
             (out / FILE).write_bytes((folder / FILE).read_bytes())
     writer = Writer(out / "checkpoints", model, keep=0, background=False)
     writer.save(0, None, {"model": asdict(model.config), "updates": 0, "data": None, "cuboid": cuboid.sizes})
-    console.print(f"wrote {checkpoint.newest(out)}")
+    console.print(f"wrote {newest(out)}")
 
 
 def export(
@@ -88,16 +89,17 @@ def export(
       cuboid export runs/NAME exported --dtype bf16
     """
     shape, dtype = Cuboid.parse(cuboid), known(dtype, EXPORTED) if dtype else ""
-    import torch
-
     from cuboid.model.hf.architecture import kind_of
-    from cuboid.run.launch import launch
     from cuboid.train.origin import Origin
 
-    stored = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     origin = Origin.find(model)
     kind_of(origin.config)
     origin.config.check(shape, shape.x, 1)
+    import torch
+
+    from cuboid.run.launch import launch
+
+    stored = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     launch(export_on_rank, shape.ranks, [origin, out.resolve(), stored.get(dtype), int(shard_gb * 1e9), shape])
 
 

@@ -27,10 +27,12 @@ def demo(
       cuboid demo
       cuboid demo --steps 60 --folder runs/demo
     """
-    from cuboid.demo.run import TOLERANCE, DemoSize, run_demo
-    from cuboid.train.run import fresh_path
+    from cuboid.train.run import check_free, fresh_path
 
     folder = (folder or fresh_path().with_name(f"demo-{fresh_path().name}")).absolute()
+    check_free(folder)
+    from cuboid.demo.run import TOLERANCE, DemoSize, run_demo
+
     console = Console(highlight=False, markup=False, soft_wrap=True)
     found = run_demo(folder, DemoSize(steps), lambda text: console.print(text, style="bold"))
     show(console, found, folder)

@@ -56,13 +56,14 @@ def eval_(
       cuboid eval runs/NAME book.txt --seq 512
     """
     shape, dtype = Cuboid.parse(cuboid), known(dtype, COMPUTED)
-    from cuboid.run.launch import launch
     from cuboid.train.origin import Origin
-    from cuboid.train.preflight import check_weights
 
     origin = Origin.find(model)
     seq = seq or min(1024, origin.config.longest)
     origin.config.check(shape, batch, seq)
+    from cuboid.run.launch import launch
+    from cuboid.train.preflight import check_weights
+
     tokens = tokens_of(origin, text, max_bad) if text else held_out(origin)
     check_weights(origin.config, shape)
     found = launch(eval_on_rank, shape.ranks, [origin, tokens, seq, batch, dtype, shape, as_json])[0]
@@ -95,7 +96,7 @@ def tokens_of(origin: Origin, text: list[Path], max_bad: float) -> Tokens:
 
 def held_out(origin: Origin) -> Tokens:
     """The validation split of a run. Raises if its text has changed."""
-    from cuboid.train import checkpoint
+    from cuboid.train.listing import inspect, newest
     from cuboid.train.loop import corpus_of
 
     config = origin.run / "config.toml" if origin.run is not None else None
@@ -105,7 +106,7 @@ def held_out(origin: Origin) -> Tokens:
     if run.data.tokenizer and own is not None:  # the run's copy, which moves with its folder
         run = replace(run, data=replace(run.data, tokenizer=str(own)))
     corpus = corpus_of(run, warn)
-    _, state = checkpoint.inspect(checkpoint.newest(origin.path))
+    _, state = inspect(newest(origin.path))
     if state["data"]["digest"] != corpus.digest:
         raise ValueError(f"the text that {config} names has changed since the run; name the text to evaluate")
     return validation(checked(origin, corpus, config), config)

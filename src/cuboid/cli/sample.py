@@ -34,13 +34,15 @@ def sample(
       cuboid sample runs/NAME --temperature 0.8 --top-k 50 --cuboid 1,2,2
     """
     shape = Cuboid.parse(cuboid)
+    from cuboid.train.origin import Origin
+
+    origin = Origin.find(run)
+    origin.config.check(shape, shape.x, 1)
     from cuboid.model.generate import Sampling, check_prompt
     from cuboid.run.launch import launch
-    from cuboid.train.origin import Origin
     from cuboid.train.preflight import check_weights
 
-    origin, sampling = Origin.find(run), Sampling(temperature, top_k, top_p, seed)
-    origin.config.check(shape, shape.x, 1)
+    sampling = Sampling(temperature, top_k, top_p, seed)
     ids = [int(token) for token in origin.tokenizer().encode(prompt)]
     check_prompt(origin.config, ids)
     if (room := origin.config.longest - len(ids)) < tokens:

@@ -85,10 +85,10 @@ def train(
     start = run = None
     overrides, trace = overrides or [], trace or 0
     if resume is not None:
-        from cuboid.train import checkpoint
+        from cuboid.train.listing import candidates
 
         start = resume.resolve()
-        run = checkpoint.candidates(start)[0].parent.parent
+        run = candidates(start)[0].parent.parent
         if config is None:  # the run's own, even if its folder was moved
             own = [f"logging.folder={toml(str(run))}", "model.pretrained="]  # the checkpoint has the weights
             config, overrides = run / "config.toml", own + overrides
@@ -112,8 +112,8 @@ def train(
     from cuboid.run.launch import TIMEOUT, launch
     from cuboid.run.restart import keep_running
     from cuboid.run.stop import Stop
-    from cuboid.train import checkpoint
     from cuboid.train.begin import check_folder
+    from cuboid.train.listing import last_step
     from cuboid.train.loop import train as train_on_rank
     from cuboid.train.tracing import check_steps
 
@@ -134,7 +134,7 @@ def train(
             outcome = launch(train_on_rank, ranks, args, stop, timeout)[0]
         else:
             assert folder is not None
-            saved, most = partial(checkpoint.last_step, folder / "checkpoints"), chosen.restart.max_restarts
+            saved, most = partial(last_step, folder / "checkpoints"), chosen.restart.max_restarts
             outcome = keep_running(train_on_rank, ranks, args, stop, timeout, most, saved, warn)[0]
     if outcome is not None:
         show(outcome)
@@ -245,7 +245,7 @@ def listed(files: list[tuple[str, Path]]) -> str:
 
 
 def show(outcome: Outcome) -> None:
-    from cuboid.train import checkpoint
+    from cuboid.train.listing import complete
 
     console, folder = Console(highlight=False, markup=False, soft_wrap=True), Path(outcome.folder)
     traces = [("trace", folder / "trace.json"), ("timeline", folder / "timeline.png")]
@@ -269,7 +269,7 @@ def show(outcome: Outcome) -> None:
         ("plot", folder / "plot.png"),
         *traces,
         ("metrics", folder / "metrics.jsonl"),
-        *(("checkpoint", newest) for newest in checkpoint.complete(folder / "checkpoints")[-1:]),
+        *(("checkpoint", newest) for newest in complete(folder / "checkpoints")[-1:]),
         ("config", folder / "config.toml"),
     ]
     console.print(listed(files), end="")

@@ -48,12 +48,12 @@ def all_gather(x: Tensor, axis: Axis, pieces: Sequence[int] = ()) -> Flight:
     if axis.size == 1:
         return landed(x)
     x = x.contiguous()
-    whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    span = _launched("all_gather", whole.shape, whole.dtype, axis)
+    gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    span = _launched("all_gather", gathered.shape, gathered.dtype, axis)
     if len(pieces) <= 1:
-        return Launched(axis.transport.all_gather(x, whole), lambda: whole, span, axis)
-    places = whole.split([axis.size * rows for rows in pieces])
-    return Launched(axis.transport.all_gather_each(x.split(pieces), places), lambda: whole, span, axis)
+        return Launched(axis.transport.all_gather(x, gathered), lambda: gathered, span, axis)
+    places = gathered.split([axis.size * rows for rows in pieces])
+    return Launched(axis.transport.all_gather_each(x.split(pieces), places), lambda: gathered, span, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None) -> Flight:

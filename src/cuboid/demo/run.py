@@ -85,7 +85,7 @@ def configuration(folder: Path, size: DemoSize) -> TrainConfig:
             "optimizer.lr=4e-3",
             f"schedule.steps={size.steps}",
             f"schedule.warmup={size.steps // 10}",
-            "precision.dtype=fp32",  # losses are compared to five digits
+            "precision.dtype=fp32",  # for cuboid train, when it resumes the run; the demo computes in `curve.DTYPE`
             f"logging.folder={toml(str(folder))}",
             f"logging.eval_every={max(size.steps // 6, 1)}",
             "logging.eval_batches=8",  # of samples spread over the held-out text

@@ -60,6 +60,12 @@ class Cuboid:
     def parse(cls, text: str, replicas: int = 1, order: str = ",".join(AXES), pipe: int = 1) -> "Cuboid":
         """Parses what a person types: `"2,2,2"` or, as `str` writes it, `"2,2,2 replicas=2 pipe=4"`.
 
+        Args:
+            text: The sizes.
+            replicas: Its size where the text does not give it.
+            order: The axes, slowest first, separated by commas.
+            pipe: Its size where the text does not give it.
+
         Raises:
             ValueError: If the text is not of this form, or a size is not allowed.
         """
@@ -79,7 +85,7 @@ class Cuboid:
 
     @classmethod
     def stored(cls, sizes: Mapping[str, int], order: Sequence[str] = AXES) -> "Cuboid":
-        """Reads sizes from a file, which may be of an earlier version."""
+        """Reads `sizes` by axis, and the `order` of the axes, from a file, which may be of an earlier version."""
         by_axis = {EARLIER.get(axis, axis): size for axis, size in sizes.items()}
         return cls(**by_axis, order=tuple(EARLIER.get(axis, axis) for axis in order))
 
@@ -103,14 +109,14 @@ class Cuboid:
         return self.block * self.replicas * self.pipe
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is on each axis."""
+        """Where `rank`, a number from 0, is on each axis."""
         found = {}
         for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return {axis: found[axis] for axis in AXES}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at these coordinates."""
+        """The rank at these `coordinates`, one for each axis."""
         rank = 0
         for axis in self.order:
             rank = rank * getattr(self, axis) + coordinates[axis]

@@ -69,18 +69,19 @@ class Spec:
         return tuple(axis for dim in self.splits for axis in dim)
 
     def holders(self, cuboid: Cuboid) -> NDArray[np.int64]:
-        """The ranks that hold each shard, [shards, copies]."""
+        """The ranks of `cuboid` that hold each shard, [shards, copies]."""
         replicated = [axis for axis in AXES if axis not in ("pipe", *self.split_axes)]
         ranks = cuboid.array(("pipe", *self.split_axes, *replicated))[list(self.pipe)]
         shards = prod(cuboid.sizes[axis] for axis in self.split_axes)
         return ranks.reshape(len(self.pipe), shards, -1).swapaxes(0, 1).reshape(shards, -1)
 
     def copies(self, cuboid: Cuboid) -> int:
-        """The number of ranks that hold each element."""
+        """The number of ranks of `cuboid` that hold each element."""
         return prod(cuboid.sizes[axis] for axis in AXES[1:] if axis not in self.split_axes) * len(self.pipe)
 
     def ranges(self, cuboid: Cuboid, coordinates: Mapping[str, int], gathered: Iterable[str] = ()) -> tuple[Range, ...]:
-        """The index range that a rank holds in each dim once it is gathered over the axes in `gathered`."""
+        """The index range that the rank at `coordinates` of `cuboid` holds in each dim once it is gathered over the
+        axes in `gathered`."""
         if coordinates["pipe"] not in self.pipe:
             return ((0, 0),) * len(self.shape)
         found = []
@@ -96,17 +97,17 @@ class Spec:
     def local_shape(
         self, cuboid: Cuboid, coordinates: Mapping[str, int], gathered: Iterable[str] = ()
     ) -> tuple[int, ...]:
-        """The shape of the shard at these coordinates, gathered over the axes in `gathered`."""
+        """The shape of the shard at `coordinates` of `cuboid`, gathered over the axes in `gathered`."""
         return tuple(stop - start for start, stop in self.ranges(cuboid, coordinates, gathered))
 
     def take(self, whole: Tensor, cuboid: Cuboid, coordinates: Mapping[str, int]) -> Tensor:
-        """The slice of the unsharded tensor `whole` that a rank holds."""
+        """The slice of the unsharded tensor `whole` that the rank at `coordinates` of `cuboid` holds."""
         assert tuple(whole.shape) == self.shape, f"{tuple(whole.shape)} is not {self.shape}"
         return whole[tuple(slice(*r) for r in self.ranges(cuboid, coordinates))]
 
     def join(self, shards: Sequence[Tensor], cuboid: Cuboid) -> Tensor:
-        """The unsharded tensor, from all ranks' shards in rank order. Raises ValueError if copies of an element
-        differ."""
+        """The unsharded tensor, from the `shards` of all ranks of `cuboid` in rank order. Raises ValueError if copies
+        of an element differ."""
         whole = shards[0].new_full(self.shape, float("nan"))
         for rank, shard in enumerate(shards):
             place = whole[tuple(slice(*r) for r in self.ranges(cuboid, cuboid.coordinates(rank)))]
@@ -116,8 +117,8 @@ class Spec:
         return whole
 
     def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """The same as DTensor's placements over `mesh.device_mesh`. Along its pipe, of size 1, a tensor of one place is
-        sharded, one that several places hold replicated."""
+        """The same as DTensor's placements over the `device_mesh` of `mesh`. Along its pipe, of size 1, a tensor of
+        one place is sharded, one that several places hold replicated."""
         found: list[Placement] = []
         for axis in mesh.dims:
             dims = [dim for dim, axes in enumerate(self.splits) if axis in axes]
@@ -126,7 +127,7 @@ class Spec:
         return tuple(found)
 
     def dtensor(self, shard: Tensor, mesh: Mesh) -> DTensor:
-        """A rank's shard as a DTensor of the global shape, in the same memory."""
+        """A rank's `shard` as a DTensor of the global shape over `mesh`, in the same memory."""
         return DTensor.from_local(
             shard,
             mesh.device_mesh(shard.device.type),
@@ -136,7 +137,7 @@ class Spec:
         )
 
     def parameter(self, shard: Tensor, mesh: Mesh) -> nn.Parameter:
-        """A DTensor or, on one device, a plain tensor."""
+        """A rank's `shard` as a parameter: a DTensor over `mesh` or, on one device, a plain tensor."""
         return nn.Parameter(self.dtensor(shard, mesh) if mesh.sharded else shard)
 
 

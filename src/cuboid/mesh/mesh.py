@@ -105,7 +105,8 @@ class Mesh:
 
     @classmethod
     def over(cls, device_mesh: DeviceMesh) -> "Mesh":
-        """A mesh over one of `init_device_mesh`, whose dims are named after axes; a missing axis has size 1.
+        """A mesh over `device_mesh`, made by `init_device_mesh`, whose dims are named after axes; a missing axis has
+        size 1.
 
         Raises:
             ValueError: If a dim has another name, or the mesh is not of all ranks in order.
@@ -206,7 +207,7 @@ class Mesh:
         return found[0], found[1]
 
     def count_lanes_in(self, ledger: Ledger) -> None:
-        """Have the lanes of a copied mesh count in its own ledger."""
+        """Have the lanes of a copied mesh count in its own `ledger`."""
         self._lanes = {
             key: tuple(lane and replace(lane, ledger=ledger) for lane in ends)  # type: ignore[misc]
             for key, ends in self._lanes.items()
@@ -223,8 +224,8 @@ class Mesh:
         return tuple(axis for axis in self.NESTING if self.cuboid.sizes[axis] > 1) or ("x",)
 
     def device_mesh(self, device_type: str) -> BlockMesh:
-        """The mesh for DTensors on such devices and `torch.distributed.checkpoint`. It has our groups; the one for host
-        copies of GPU tensors has none and cannot communicate."""
+        """The mesh for DTensors on devices of `device_type` and `torch.distributed.checkpoint`. It has our groups; the
+        one for host copies of GPU tensors has none and cannot communicate."""
         if device_type not in self._device_meshes:
             axes = [getattr(self, name) for name in self.dims]
             sizes = [1 if axis is self.pipe else axis.size for axis in axes]

@@ -45,7 +45,7 @@ class Place:
     _turns: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict)  # the same in other precisions
 
     def rotation(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of rotary positions, for features of this dtype: in fp32 or better."""
+        """cos and sin of rotary positions, for features of `dtype`: in fp32 or better."""
         if self.turn is not None and dtype not in self._turns:
             cos, sin = (each.to(torch.promote_types(dtype, torch.float32)) for each in self.turn)
             self._turns[dtype] = cos, sin
@@ -62,29 +62,31 @@ class Place:
         ]
 
     def check(self, inputs: Tensor, targets: Tensor | None, features: bool) -> None:
-        """Raise ValueError unless shapes are those of this rank's features (`features`) or token ids."""
+        """Raise ValueError unless `inputs` and `targets` have the shapes of this rank's features (`features`) or token
+        ids."""
         ids, (s, b, d) = [len(self.positions), len(self.samples)], map(len, self.residual)
         wanted, take = ([s, b, d], "take_features") if features else (ids, "take")
         if list(inputs.shape) != wanted:
             raise ValueError(
                 f"inputs have shape {list(inputs.shape)}, but this rank's slice, sequence first, is {wanted}; take it "
-                f"with place.{take} from the whole batch, [{self.batch}, {self.seq}{', d' * features}]"
+                f"with place.{take} from the unsharded batch, [{self.batch}, {self.seq}{', d' * features}]"
             )
         if targets is not None and list(targets.shape[:2]) not in (ids, [s, b]):
             raise ValueError(
                 f"targets have shape {list(targets.shape)}, but inputs {wanted}, sequence first; take both from "
-                "the whole batch with the same place"
+                "the unsharded batch with the same place"
             )
 
     def take_features(self, whole: Tensor, fill: float = 0.0) -> Tensor:
-        """[batch, seq, d] of all ranks -> this rank's shard of the residual stream, [s, b, d], padding filled."""
+        """`whole` [batch, seq, d] -> this rank's shard of the residual stream, [s, b, d], padding filled with
+        `fill`."""
         s, b, d = self.residual
         rows, columns = b.clamp(max=self.batch - 1), (s - self.start).clamp(max=self.seq - 1)
         inside = (s < self.start + self.seq)[:, None] & (b < self.batch)
         return torch.where(inside[..., None], whole[rows][:, columns][..., d].transpose(0, 1), fill)
 
     def take(self, whole: Tensor, fill: int) -> Tensor:
-        """[batch, seq] of all ranks -> this rank's [s, b], padding filled with `fill`."""
+        """`whole` [batch, seq] -> this rank's [s, b], padding filled with `fill`."""
         columns, rows = self.positions - self.start, self.samples
         mine = whole[rows.clamp(max=self.batch - 1)][:, columns.clamp(max=self.seq - 1)]
         inside = (rows < self.batch)[:, None] & (columns < self.seq)

@@ -208,7 +208,8 @@ class ModelConfig:
             )
 
     def check_plain(self, where: str, pipe: int = 1) -> None:
-        """Raise ValueError if the model needs what only one device and cuboids support, or a pipeline."""
+        """Raise ValueError if the model needs what only one device and cuboids support, or if `pipe` > 1. `where` names
+        the parallelism in the message."""
         for name, odd in (("qk_norm", self.qk_norm), ("qkv_bias", self.qkv_biased != self.bias)):
             if odd:
                 raise ValueError(f"{name}={getattr(self, name)} is not supported in {where}; run it on a cuboid")
@@ -216,7 +217,7 @@ class ModelConfig:
             raise ValueError(f"pipe={pipe} is not supported in {where}; use pipe=1, or run it on a cuboid")
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """This configuration with some values changed; checked like a new one."""
+        """This configuration with the fields in `changes` changed; checked like a new one."""
         return replace(self, **changes)
 
 

@@ -41,37 +41,41 @@ class Parallel(Protocol):
     sums_over: Sequence[str]  # axes over which a rank's loss is a partial sum
 
     def spec(self, role: Role, shape: tuple[int, ...]) -> Spec:
-        """How a parameter is sharded and replicated, and over which axes its gradient is summed."""
+        """How a parameter of global `shape` is sharded and replicated, by its `role` in the model, and over which axes
+        its gradient is summed."""
 
     def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
-        """This rank's slice of a batch, of ids and targets alike. A step of decoding pads the batch instead of
-        splitting the sequence."""
+        """This rank's slice of a batch, of ids and targets alike: `batch` sequences of `seq` tokens, from position
+        `start` on. A step of decoding (`decode`) pads the batch instead of splitting the sequence."""
 
     def embed(self, tables: Sequence[nn.Parameter], rows: Sequence[int]) -> Layer:
-        """ids -> residual: rows of the token embedding plus, if there is a second one, of the position embedding."""
+        """ids -> residual: rows of the token embedding, the first of `tables`, plus, if there is a second one, of the
+        position embedding. `rows` are their global numbers of rows."""
 
     def norm(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Layer:
-        """residual -> residual: LayerNorm with a bias, RMSNorm without."""
+        """residual -> residual: LayerNorm with `weight` and `bias`, RMSNorm where `bias` is None."""
 
     def into(self, linears: Sequence[Affine], heads: Sequence[int] = ()) -> Layer:
-        """residual -> inner, a tensor per linear. With `heads`, the number of heads of each output, residual -> heads:
-        full heads of full sequences. Raises ValueError if a linear was made "out_of"."""
+        """residual -> inner, a tensor for each of `linears`. With `heads`, the number of heads of each output,
+        residual -> heads: full heads of full sequences. Raises ValueError if a linear was made "out_of"."""
 
     def attend(self, norms: Sequence[nn.Parameter] = (), causal: bool = True) -> Layer:
-        """heads -> attended: each token attends to those before it (with a cache, also to those of earlier steps), or
-        to all. `norms` are the weights of QK-norm."""
+        """heads -> attended: each token attends to those before it (with a cache, also to those of earlier steps) or,
+        unless `causal`, to all. `norms` are the weights of QK-norm."""
 
     def out_of(self, linear: Affine, heads: bool = False) -> Layer:
-        """inner, or attended, -> residual. Raises ValueError if the linear was made "into"."""
+        """inner or, with `heads`, attended -> residual, by `linear`. Raises ValueError if it was made "into"."""
 
     def dropout(self, name: str) -> Layer:
-        """residual -> residual: dropout by global index; the identity without a seed."""
+        """residual -> residual: dropout by global index; the identity without a seed. `name` tells its random numbers
+        from those of other layers."""
 
     def logits(self, weight: nn.Parameter, rows: int) -> Layer:
-        """residual -> logits, the products with an embedding's rows, sharded as `Place.logits` says."""
+        """residual -> logits, the products with an embedding's `weight`, of `rows` rows, sharded as `Place.logits`
+        says."""
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:
-        """residual -> loss of this rank's targets."""
+        """residual -> loss of this rank's targets, with logits of `weight` and `rows` as in `logits`."""
 
     def own_loss(self, fn: Callable[[Tensor, Tensor], tuple[Tensor, Any]]) -> Layer:
-        """residual -> loss: fn(X, targets) -> (sum of losses, how many count), of a rank's shards of both."""
+        """residual -> loss: `fn`(X, targets) -> (sum of losses, how many count), of a rank's shards of both."""

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from cuboid.run.launch import World
-from cuboid.train import checkpoint
 from cuboid.train.config import TrainConfig, differences
+from cuboid.train.listing import complete
 from cuboid.train.run import check_free, fresh_path
 
 SHOWN = 6  # most keys that a message lists
@@ -46,6 +46,6 @@ def beginning(
     if folder is None:
         return fresh_path(), resume
     same = is_same_run(config, folder) and (resume is None or world.attempt)
-    if same and checkpoint.complete(folder / "checkpoints"):
+    if same and complete(folder / "checkpoints"):
         return folder, folder
     return folder, resume

@@ -5,8 +5,6 @@ manifest.json (size and checksum of every file). It is renamed to that name when
 before it is removed. So if a folder of that name lacks a file, the file was lost.
 """
 
-import json
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,18 +19,16 @@ from torch.distributed.tensor import DTensor
 from cuboid.comm.collectives import from_all, from_first
 from cuboid.mesh.layout import Spec, shard_of
 from cuboid.mesh.mesh import Mesh
-from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.freeze import matching
 from cuboid.model.module import declared
 from cuboid.model.transformer import Transformer
 from cuboid.train import manifest
+from cuboid.train.listing import State, candidates, inspect, none_good
+from cuboid.train.listing import newest as newest
 from cuboid.train.manifest import Damaged, Sum
 from cuboid.train.storage import PieceReader
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
-STATE = "state.json"
-State = Mapping[str, Any]
-_NAME = re.compile(r"step-(\d{8,})")
 
 
 def tensors(
@@ -52,83 +48,6 @@ def tensors(
             for moment in MOMENTS:
                 put(f"optimizer.{moment}.{name}", optimizer.state[parameter][moment], d.spec)
     return {name: specs[name].dtensor(shard, model.parallel.mesh) for name, shard in copied(shards).items()}
-
-
-# Which checkpoint
-
-
-def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first; links are ignored."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=step_of)
-
-
-def last_step(folder: Path) -> int:
-    """The step of the newest complete checkpoint; 0 if there is none."""
-    return max(map(step_of, complete(folder)), default=0)
-
-
-def step_of(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
-
-
-def candidates(given: Path) -> list[Path]:
-    """Absolute paths: `given` if it is a checkpoint, else those in it or in its `checkpoints`, newest first."""
-    given = given.resolve()
-    if given.is_dir() and (_NAME.fullmatch(given.name) or (given / manifest.FILE).is_file()):
-        return [given]
-    found = complete(given / "checkpoints") or complete(given)
-    if not found:
-        raise ValueError(f"{given} has no complete checkpoint; give a run folder with one, or a checkpoint itself")
-    return found[::-1]
-
-
-def newest(given: Path) -> Path:
-    """The first of the candidates that is undamaged, as far as `inspect` sees."""
-    damage = []
-    for path in candidates(given):
-        try:
-            inspect(path)
-        except Damaged as error:
-            damage.append(error)
-        else:
-            return path
-    raise none_good(given, damage)
-
-
-def none_good(given: Path, damage: list[Damaged]) -> ValueError:
-    if len(damage) == 1:
-        return ValueError(f"{damage[0]}; use another")
-    listed = "; ".join(f"{error.path.name}: {', '.join(error.names)}" for error in damage)
-    return ValueError(f"every checkpoint of {given} is damaged ({listed}); start a new run")
-
-
-# What it is of
-
-
-def inspect(path: Path) -> tuple[dict[str, Sum], State]:
-    """Returns its manifest and state. Raises Damaged if these were changed or another file's size is wrong."""
-    sums = manifest.read(path)
-    wrong = [name for name, each in sums.items() if not manifest.same_size(path, name, each)]
-    if STATE not in sums or (STATE not in wrong and not manifest.same(path, STATE, sums[STATE])):
-        wrong.append(STATE)
-    if wrong:
-        raise Damaged(path, sorted(wrong))
-    state: State = json.loads((path / STATE).read_bytes())
-    if _NAME.fullmatch(path.name) and state["step"] != step_of(path):
-        raise Damaged(path, [f"{STATE}, which is of step {state['step']},"])
-    return sums, state
-
-
-def model_config(path: Path) -> ModelConfig:
-    """The configuration of a checkpoint's model."""
-    values = dict(inspect(path)[1]["model"])
-    scaling = values.pop("rope_scaling")
-    return ModelConfig(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
 
 
 def check_model(path: Path, state: State, ours: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from cuboid.run.launch import Pool, World
 from cuboid.train import checkpoint
 from cuboid.train.config import CheckpointSection, RestartSection, TrainConfig, resolved_toml
+from cuboid.train.listing import inspect, newest
 from cuboid.train.loop import Trainer
 
 MOMENTS = ("in a step", "in a save", "while starting")
@@ -162,11 +163,11 @@ def saving(run: Path) -> list[str]:
 
 
 def compare(config: TrainConfig, kills: list[Kill], alone: Path, killed: Path) -> Survival:
-    ours, theirs = checkpoint.newest(alone), checkpoint.newest(killed)
+    ours, theirs = newest(alone), newest(killed)
     with Pool(config.cuboid_shape().ranks) as pool:
         every = pool.run(different_tensors, config, ours, theirs)
     different = sorted({name for names, _ in every for name in names})
-    if checkpoint.inspect(ours)[1] != checkpoint.inspect(theirs)[1]:
+    if inspect(ours)[1] != inspect(theirs)[1]:
         different.append("state.json")
     steps = [step for step, *_ in curve(killed)]
     if curve(alone) != curve(killed) or steps != list(range(1, config.schedule.steps + 1)):

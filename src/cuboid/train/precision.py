@@ -8,8 +8,8 @@ import torch
 
 from cuboid.device import computes_bf16, is_gpu
 from cuboid.train.begin import is_same_run
-from cuboid.train.checkpoint import inspect, newest
 from cuboid.train.config import TrainConfig
+from cuboid.train.listing import inspect, newest
 
 EARLIER = "fp32"  # the default of versions whose checkpoints do not say
 

@@ -26,7 +26,8 @@ from cuboid.device import HostCopies
 from cuboid.model.transformer import Transformer
 from cuboid.run.errors import RunError
 from cuboid.train import manifest
-from cuboid.train.checkpoint import STATE, complete, step_of, tensors
+from cuboid.train.checkpoint import tensors
+from cuboid.train.listing import STATE, complete, step_of
 from cuboid.train.storage import PieceWriter
 
 _ASIDE = ".aside"

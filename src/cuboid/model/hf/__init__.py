@@ -6,7 +6,14 @@ folder         safetensors files: checked completely, read by slices, written te
 load, save     a folder into a model on any cuboid, and back
 """
 
-from cuboid.model.hf.load import from_pretrained
-from cuboid.model.hf.save import save_pretrained
+from typing import TYPE_CHECKING
+
+from cuboid.lazy import lazily
+
+if TYPE_CHECKING:
+    from cuboid.model.hf.load import from_pretrained
+    from cuboid.model.hf.save import save_pretrained
+else:
+    __getattr__ = lazily(__name__, {"load": "from_pretrained", "save": "save_pretrained"})
 
 __all__ = ["from_pretrained", "save_pretrained"]
