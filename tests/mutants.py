@@ -92,10 +92,10 @@ MUTANTS = [
         "a short shard padded in front",
         WEIGHTS,
         "Bucket._by_rank",
-        "torch.cat((gradient, gradient.new_zeros(rows - len(gradient), *gradient.shape[1:])))",
-        "torch.cat((gradient.new_zeros(rows - len(gradient), *gradient.shape[1:]), gradient))",
+        "torch.cat((gradient, gradient.new_zeros(round_up(rows, x) - rows, *rest)))",
+        "torch.cat((gradient.new_zeros(round_up(rows, x) - rows, *rest), gradient))",
     ),
-    Mutant("rows off by one", WEIGHTS, "Bucket.gather", ")[:rows]", ").roll(1, 0)[:rows]"),
+    Mutant("rows off by one", WEIGHTS, "Bucket.gather", "x.size), *rest))", "x.size), *rest).roll(1, 0))"),
     Mutant(
         "stale weights",
         WEIGHTS,

@@ -32,6 +32,7 @@ from cuboid.run.launch import World
 from cuboid.step.pipeline import Split, orders
 from cuboid.step.runner import At
 from cuboid.step.schedule import OFF, Schedule
+from cuboid.train.optimizer import ShardedAdamW
 
 #: "ideal": sends the least that the algorithm needs; gloo's own collectives send more.
 Way = Literal[
@@ -182,7 +183,8 @@ class LayoutRunner(Protocol):
 
 
 def adamw(module: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    """The same for all layouts, PyTorch's own included: without DTensor's dispatch."""
+    return ShardedAdamW(module.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
 
 
 class ModelRunner:
