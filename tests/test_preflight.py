@@ -90,7 +90,10 @@ def test_preflight_looks_at_the_host_unless_each_rank_gets_a_gpu(
     limit(1000)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = tiny(text, *ONE_STEP)
-    for check, words in ((check_before_start, (config, 2, False)), (check_weights, (config.model_config(256), Cuboid(2)))):
+    for check, words in (
+        (check_before_start, (config, 2, False)),
+        (check_weights, (config.model_config(256), Cuboid(2))),
+    ):
         if gpus == 2:
             check(*words)
         else:

@@ -104,13 +104,17 @@ def verified(folder: Path, kind: str) -> Any:
 def doctored(folder: Path, kind: str) -> Any:
     timing.BUSY, trials.SIZES["gpu"] = 0.001, trials.SIZES["cpu"]
     sets = settings(folder, "precision.dtype=auto", f"logging.folder={folder / 'run'}")
-    return json.loads(cuboid("doctor", "--cuboid", "2,1,1", "--json", *(word for each in sets for word in ("--set", each))))
+    return json.loads(
+        cuboid("doctor", "--cuboid", "2,1,1", "--json", *(word for each in sets for word in ("--set", each)))
+    )
 
 
 def calibrated(folder: Path, kind: str) -> dict[str, Any]:
     """At a small scale: a GPU's takes a GPU."""
     model = ModelConfig("gpt2", layers=1, hidden=64, heads=4, vocab=64, context=32)
-    small = timing.Scale(model, 64, "fp32", messages=(1 << 10, 1 << 14, 1 << 18), stream=1 << 16, side=64, beside=1 << 12)
+    small = timing.Scale(
+        model, 64, "fp32", messages=(1 << 10, 1 << 14, 1 << 18), stream=1 << 16, side=64, beside=1 << 12
+    )
     timing.ON_GPU, timing.ON_CPU, timing.BUSY = small, small, 0.001
     cuboid("calibrate", folder / f"{kind}.json", "--ranks", 2)
     return json.loads((folder / f"{kind}.json").read_text())
