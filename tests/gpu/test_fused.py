@@ -49,7 +49,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
 
 COMPILES = pytest.mark.skipif(which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 #: Of a result, relative to its norm. Between operations a fused function does not round to bf16.
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-6}
+TOLERANCE = {torch.bfloat16: 2**-8, torch.float32: 1e-6}
 
 
 def differentiated(function: Callable[..., Any]) -> bool:

@@ -169,13 +169,18 @@ def steps(world: World, changes: list[str], planted: str = "") -> dict[str, Any]
 
 
 def stepped(folder: Path, kind: str) -> dict[str, Any]:
-    """Of a rank of each cuboid. The scale of fp16's loss changes in each step."""
+    """Of each rank of each cuboid. The scale of fp16's loss changes in each step."""
     fp16 = "precision.dtype=fp16", "precision.loss_scale=8", "precision.growth_interval=1"
-    more = {"2,1,1": ["precision.dtype=bf16"], "1,1,2": ["data.micro_batches=2", "memory.recompute=full", *fp16]}
+    more = {
+        "2,1,1,1": ["precision.dtype=bf16"],
+        "1,1,2,1": ["data.micro_batches=2", "memory.recompute=full", *fp16],
+        "1,1,1,2": ["data.micro_batches=2"],
+    }
     found: dict[str, Any] = {}
     for each, changes in more.items():
-        sizes = [f"cuboid.{axis}={size}" for axis, size in zip("xyz", each.split(","), strict=True)]
-        found[each] = launch(steps, 2, [settings(folder, "schedule.steps=5", *sizes, *changes)])[0]
+        sizes = [f"cuboid.{axis}={size}" for axis, size in zip(("x", "y", "z", "pipe"), each.split(","), strict=True)]
+        ranks = launch(steps, 2, [settings(folder, "schedule.steps=5", *sizes, *changes)])
+        found |= {f"{each}, rank {rank}": seen for rank, seen in enumerate(ranks)}
     return found
 
 
