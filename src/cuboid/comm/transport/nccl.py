@@ -22,7 +22,7 @@ from cuboid.fuse import fuse_on
 TIMED = 7  # one of every 7 collectives of a kind is timed; prime, so that it is not the same one in every layer
 
 
-class Sample:
+class TimedShare:
     """Which collectives of a kind are timed: one of every `TIMED` over all steps, or all if a step has fewer."""
 
     def __init__(self) -> None:
@@ -92,8 +92,8 @@ class Nccl(Transport):
         return together
 
     @cached_property
-    def _samples(self) -> defaultdict[str, Sample]:
-        return defaultdict(Sample)
+    def _samples(self) -> defaultdict[str, TimedShare]:
+        return defaultdict(TimedShare)
 
     @cached_property
     def _has_events(self) -> bool:
