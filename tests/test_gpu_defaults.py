@@ -1,5 +1,6 @@
 """What is done otherwise on a GPU than on a CPU, by default: asked without one. Fusing: tests/gpu."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from cuboid import device
+from cuboid.bench.layouts import Layout
+from cuboid.bench.problem import Problem
 from cuboid.comm.ledger import Ledger
 from cuboid.comm.transport.nccl import TIMED, Nccl
 from cuboid.layers import product
@@ -29,6 +32,8 @@ def test_sub_batches_of_a_gpu_must_be_larger() -> None:
     assert [parts(gpu, Cuboid(1, 4, 1), 4, 1024) for gpu in (False, True)] == [2, 2]
     assert [parts(gpu, Cuboid(1, 1, 4), 8, 512) for gpu in (False, True)] == [4, 2]  # of 512 rows
     assert [parts(gpu, Cuboid(1, 1, 4), 8, 1024) for gpu in (False, True)] == [4, 4]
+    bench, problem = Layout("cuboid", Cuboid(1, 4, 1)), Problem(wide, 2, 512)  # in fp32
+    assert [bench.schedule(replace(problem, gpu=gpu)).sub_batches for gpu in (False, True)] == [2, 1]
 
 
 def test_nccl_goes_before_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +51,20 @@ def test_one_of_seven_collectives_is_timed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     group: Any = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
     nccl, ledger = Nccl(group, 1, 4, None, False), Ledger()
-    stamps = [nccl.stamp([], ledger.launched("x", "all_gather", 8), listed=False) for _ in range(2 * TIMED)]
-    assert [each.weight for each in stamps if each] == 2 * [*[0] * (TIMED - 1), TIMED]
+
+    def step(**kinds: int) -> list[int]:
+        """A step's weights, which must be right on average: the calls of each kind."""
+        ledger.reset()
+        stamps = [nccl.stamp([], ledger.launched("x", kind, 8), False) for kind, n in kinds.items() for _ in range(n)]
+        return [each.weight for each in stamps if each]
+
+    assert step(all_gather=2 * TIMED) == 2 * [*[0] * (TIMED - 1), TIMED]
     assert len(made) == 2 * 3
+    assert sum(sum(step(all_gather=10)) for _ in range(TIMED)) == 10 * TIMED
+    rare = [step(all_reduce=2, all_gather=10)[:2] for _ in range(3)]
+    assert rare == [[0, 0], [1, 1], [1, 1]]  # each of them, once it is known that a step has few
+    assert step(all_reduce=TIMED)[:TIMED] == [*[1] * (TIMED - 1), 0]
+    assert step(all_reduce=1) == [TIMED]  # the 14th of all
     traced = nccl.stamp([], ledger.launched("x", "all_gather", 8), listed=True)
     assert traced is not None
     assert traced.weight == 1

@@ -283,13 +283,14 @@ def test_auto_plan_guesses_hardware_from_gpu(tmp_path: Path, monkeypatch: pytest
     assert "Hardware: the preset cpu, as PyTorch sees no GPU." in planned(config, 8, "")[1]
     assert "Hardware" not in planned(config, 8, "cpu")[1]
     seen_gpu("NVIDIA A100-SXM4-40GB", monkeypatch)
-    found, said = auto.guessed_hardware()
+    assert "Hardware: the preset cpu, as there are fewer GPUs than ranks." in planned(config, 8, "")[1]
+    found, said = auto.guessed_hardware(("NVIDIA A100-SXM4-40GB", 40 * 2**30))
     assert (found.name, found.memory) == ("a100-hdr", 40e9)  # 95% of 40 · 2³⁰, whole GB
     assert said == "Hardware: the preset a100-hdr, as the GPU is 'NVIDIA A100-SXM4-40GB'."
     for name in ("NVIDIA RTX A1000", "NVIDIA GeForce RTX 4090"):
         seen_gpu(name, monkeypatch)
         with pytest.raises(ValueError, match=f"the GPU is '{name}', and .* --hardware .* cuboid calibrate"):
-            planned(config, 8, "")
+            planned(config, 1, "")
 
 
 def test_auto_plan_picks_cuboid_by_hardware(tmp_path: Path) -> None:

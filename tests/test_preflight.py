@@ -4,15 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Cuboid, on, sets, settings, tiny, write_text
+from tiny import Cuboid as Command
+from tiny import on, sets, settings, tiny, write_text
 
+from cuboid.cli.train import check_before_start
 from cuboid.device import _left_by_groups, free_memory
+from cuboid.mesh.cuboid import Cuboid
 from cuboid.plan.hardware import PRESETS
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
 from cuboid.run.launch import World
 from cuboid.train import preflight
 from cuboid.train.config import load
+from cuboid.train.preflight import check_weights
 
 ONE_STEP = ("schedule.steps=1", "schedule.warmup=0", "logging.sample_tokens=0", *on("2,1,1"))
 
@@ -32,7 +36,7 @@ def limit(monkeypatch: pytest.MonkeyPatch):
     return be
 
 
-def test_preflight_runs_below_a_limit_and_rejects_above(text: Path, cuboid: Cuboid, limit) -> None:
+def test_preflight_runs_below_a_limit_and_rejects_above(text: Path, cuboid: Command, limit) -> None:
     peak = 2 * preflight.need(tiny(text, *ONE_STEP), apart=False).peak
     limit(peak / 0.9)
     assert (said := cuboid("train", *sets(settings(text, *ONE_STEP)))).code == 0, said.err
@@ -79,7 +83,25 @@ def test_preflight_remedy_is_the_smallest_that_fits(share: float, limit) -> None
         assert fits == (before is changes), (advice, before)
 
 
-def test_preflight_rejects_a_model_beyond_any_change(cuboid: Cuboid, limit) -> None:
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_preflight_looks_at_the_host_unless_each_rank_gets_a_gpu(
+    gpus: int, text: Path, limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(1000)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = tiny(text, *ONE_STEP)
+    for check, words in (
+        (check_before_start, (config, 2, False)),
+        (check_weights, (config.model_config(256), Cuboid(2))),
+    ):
+        if gpus == 2:
+            check(*words)
+        else:
+            with pytest.raises(ValueError, match="does not fit"):
+                check(*words)
+
+
+def test_preflight_rejects_a_model_beyond_any_change(cuboid: Command, limit) -> None:
     limit(16e9)
     said = cuboid("train", "--preset", "llama-3-8b", "--set", "cuboid.x=8")
     assert said.code == 2
@@ -89,7 +111,7 @@ def test_preflight_rejects_a_model_beyond_any_change(cuboid: Cuboid, limit) -> N
     assert said.err.count("\n") == 2  # and that ranks share cores
 
 
-def test_train_says_which_axes_are_defaults(text: Path, cuboid: Cuboid, tmp_path: Path, limit) -> None:
+def test_train_says_which_axes_are_defaults(text: Path, cuboid: Command, tmp_path: Path, limit) -> None:
     limit(1000)  # rejected, once that is said
     assert cuboid("train", *sets([*settings(text), "cuboid.x=1"])).out.startswith(
         "cuboid  x=1 as given, y=2 and z=2 by default: 1,2,2, 4 ranks; --cuboid 1,1,1 gives all three"
@@ -107,7 +129,7 @@ def test_train_warns_once_of_ranks_that_share_cores() -> None:
     assert "4096 ranks share" in preflight.crowd(4096)
 
 
-def test_eval_rejects_weights_beyond_memory(text: Path, cuboid: Cuboid, limit, tmp_path: Path) -> None:
+def test_eval_rejects_weights_beyond_memory(text: Path, cuboid: Command, limit, tmp_path: Path) -> None:
     limit(1e12)
     changes = settings(text, *ONE_STEP, f"logging.folder={tmp_path / 'run'}")
     assert cuboid("train", *sets(changes)).code == 0

@@ -26,6 +26,11 @@ def any_gpu() -> bool:
     return gpu_count() > 0
 
 
+def gpus_for(ranks: int) -> bool:
+    """Whether this host's `ranks` get a GPU each; otherwise they compute on its CPU."""
+    return gpu_count() >= ranks
+
+
 def gpu_names() -> list[str]:
     return [name for name, _ in _in_child(_properties)] if any_gpu() else []
 
@@ -51,9 +56,9 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if is_gpu(device) else "CPU"
 
 
-def gpu_at_hand() -> tuple[str, int] | None:
-    """Name and bytes of the first GPU, if there is one."""
-    return _in_child(_properties)[0] if any_gpu() else None
+def gpu_at_hand(ranks: int) -> tuple[str, int] | None:
+    """Name and bytes of the first GPU, if this host's `ranks` will compute on GPUs."""
+    return _in_child(_properties)[0] if gpus_for(ranks) else None
 
 
 def _properties() -> list[tuple[str, int]]:
@@ -67,10 +72,8 @@ def _in_child(ask: Callable[[], Any]) -> Any:
         return child.apply(ask)
 
 
-def take(local: int, ranks: int) -> torch.device:
-    """The device of rank number `local` of a host's `ranks`, from now on the current one: a GPU if each has one."""
-    if gpu_count() < ranks:
-        return torch.device("cpu")
+def take(local: int) -> torch.device:
+    """The GPU of rank number `local` of its host, from now on the current one."""
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # sizes vary: no holes are lost
     torch.cuda.set_device(local)
@@ -130,8 +133,8 @@ def be_deterministic(device: torch.device) -> None:
 
 
 def synchronize() -> None:
-    """Wait until all launched work is done. On a CPU it always is."""
-    if any_gpu():
+    """Wait until all launched work is done. On a CPU it always is, and a rank there leaves its host's GPUs alone."""
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 

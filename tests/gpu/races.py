@@ -1,7 +1,6 @@
 """Steps on pretended devices, watched for what NCCL's streams forbid: between the launch of a collective and its wait,
 reading what it writes, or writing what it reads or writes. Likewise for a checkpoint's copies, which have a stream of
-their own, and the steps after them. As JSON for test_races.py: `races.py planted`, `checkpoint FOLDER`, or `steps` and
-names of cases."""
+their own, and the steps after them. As JSON for test_races.py: `races.py steps`, `planted` or `checkpoint FOLDER`."""
 
 import messages  # noqa: I001  before torch
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 import pretend
-from chosen import chosen
 from cuboid.comm.flight import Launched
 from cuboid.comm.transport.nccl import Nccl
 from cuboid.device import HostCopies
@@ -197,7 +195,7 @@ def said(run: Callable[..., Any], ranks: int, *args: Any) -> Any:
 
 if __name__ == "__main__":
     if sys.argv[1] == "steps":
-        found = {name: said(step, CASES[name][1].ranks, name) for name in chosen(sys.argv[2:], CASES)}
+        found = {name: said(step, cuboid.ranks, name) for name, (_, cuboid, *_) in CASES.items()}
     elif sys.argv[1] == "checkpoint":
         folder = Path(sys.argv[2])
         changes = settings(folder, "schedule.steps=5", "cuboid.x=2", "cuboid.y=1", "cuboid.z=1")

@@ -1,5 +1,5 @@
-"""What steps launch on a GPU, as JSON for test_shapes.py: `shapes.py budgets`, or `cases`, `orders` or `broken`
-and names."""
+"""What steps launch on a GPU, as JSON for test_shapes.py: `shapes.py budgets` or `cases`, or `orders` or `broken` and
+names."""
 
 import counting  # noqa: F401, I001  before torch
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chosen import chosen
 from counting import count, per_layer
 from cuboid.layers.attend import Attend
 from cuboid.mesh.cuboid import Cuboid
@@ -98,7 +97,7 @@ if __name__ == "__main__":
     if what == "budgets":
         found: Any = {str(k): budget(k) for k in (Cuboid(8, 1, 1), Cuboid(2, 2, 2))}
     elif what == "cases":
-        found = {name: case(name) for name in chosen(words, CASES)}
+        found = {name: case(name) for name in CASES}
     elif what == "orders":
         found = {name: order(name) for name in words}
     else:

@@ -38,28 +38,28 @@ def test_spec_join_makes_the_whole_where_pieces_lie() -> None:
     assert Piece.made == [((4, 2), {})]
 
 
-def test_take_gives_a_gpu_where_every_rank_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_makes_the_ranks_gpu_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    assert device.take(3, 4) == torch.device("cuda", 3)
+    assert device.take(3) == torch.device("cuda", 3)
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert device.take(0, 5) == torch.device("cpu")
     assert taken == [3]
 
 
 def backend(world: World) -> str:
+    device.synchronize()  # which nothing without CUDA could
     return f"{world.device} {torch.distributed.get_backend()}"
 
 
-def test_launch_of_more_ranks_than_gpus_uses_gloo_and_warns(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("gpus", "lacking"), [((1, 1), 2), ((2, 0), 1), ((0, 2), 1)], ids=str)
+def test_launch_with_too_few_gpus_on_a_host_uses_gloo_on_all_and_warns_once(
+    gpus: tuple[int, int], lacking: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus[int(os.environ["RANK"])])  # as if of two hosts
     with Pool(2) as pool:
         assert pool.run(backend) == ["cpu gloo"] * 2
-    assert capfd.readouterr().err.count("2 ranks on a host with 1 GPUs: they compute on its CPU, over gloo") == 1
+    assert capfd.readouterr().err.count(f"{lacking} of 2 ranks are on hosts with fewer GPUs than ranks, so all") == 1
 
 
 def test_gpu_at_hand_is_asked_by_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,8 @@ def test_gpu_at_hand_is_asked_by_a_child(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=str(os.getpid()), total_memory=7)
     )
-    found = device.gpu_at_hand()
+    assert device.gpu_at_hand(ranks=2) is None  # they compute on the CPU
+    found = device.gpu_at_hand(ranks=1)
     assert found is not None
     assert found[0] != str(os.getpid())
     assert found[1] == 7

@@ -1,5 +1,5 @@
-"""How many kernels torch.compile makes of each function that is fused on a GPU: counted as Inductor generates them for
-the same graph on a CPU."""
+"""What torch.compile makes of each function that is fused on a GPU, on a CPU: how many kernels Inductor generates for
+the same graph, and which values they compute."""
 
 import warnings
 from collections.abc import Callable
@@ -47,8 +47,48 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
 }
 
 
+COMPILES = pytest.mark.skipif(which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+#: Of a result, relative to its norm. Between operations a fused function does not round to bf16.
+TOLERANCE = {torch.bfloat16: 2**-8, torch.float32: 1e-6}
+
+
+def differentiated(function: Callable[..., Any]) -> bool:
+    return f"{function.__name__} backward" in KERNELS
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@COMPILES
+@pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
+def test_fused_function_computes_what_is_written(function: Callable[..., Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own imports warn
+        found = results(function, torch.compile(function, fullgraph=True, dynamic=False))
+    written = results(function, function)
+    assert len(found) == len(written) > 0
+    for one, other in zip(found, written, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        off = (one.double() - other.double()).norm() / other.double().norm()
+        assert off <= TOLERANCE.get(one.dtype, 0)
+
+
+def results(function: Callable[..., Any], run: Callable[..., Any]) -> list[Tensor]:
+    """Of the call, and its gradients if autograd differentiates it; what it has written, if it returns nothing."""
+    args = [x.clone() if isinstance(x, Tensor) else x for x in CALLS[function]]
+    wanted = [x.requires_grad_() for x in args if isinstance(x, Tensor) and x.dtype == torch.bfloat16]
+    with torch.set_grad_enabled(differentiated(function)):
+        out = run(*args)
+    if out is None:
+        return [args[0]]
+    outs = list(out) if isinstance(out, tuple) else [out]
+    if differentiated(function):
+        generator = torch.Generator().manual_seed(0)
+        (out,) = outs
+        outs += torch.autograd.grad(out, wanted, torch.randn(out.shape, generator=generator).to(out.dtype))
+    return outs
+
+
+@pytest.mark.slow
+@COMPILES
 def test_fused_functions_become_at_most_as_many_kernels_as_counted() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own imports warn
@@ -64,10 +104,10 @@ def generated(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
     from torch._inductor import config
     from torch._inductor.codegen.cpp import CppScheduling
 
-    differentiated, found, plain = f"{function.__name__} backward" in KERNELS, [0], CppScheduling.codegen_node
+    found, plain = [0], CppScheduling.codegen_node
     for x in args:
         if isinstance(x, Tensor) and x.dtype == torch.bfloat16:
-            x.requires_grad_(differentiated)
+            x.requires_grad_(differentiated(function))
 
     def counted(scheduling: Any, node: Any) -> Any:
         found[0] += 1
@@ -77,10 +117,10 @@ def generated(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
     with (
         mock.patch.object(CppScheduling, "codegen_node", counted),
         config.patch(force_disable_caches=True),
-        torch.set_grad_enabled(differentiated),
+        torch.set_grad_enabled(differentiated(function)),
     ):
         out = torch.compile(function, fullgraph=True, dynamic=False)(*args)
-        if differentiated:
+        if differentiated(function):
             out.sum().backward()
     assert found[0]
     return found[0]

@@ -4,10 +4,8 @@ waits for nothing, and a layer launches no more than it has.
 How kernels are counted, those that torch.compile fuses among them: counting.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 Emulate = Callable[..., Any]
 
@@ -33,16 +31,11 @@ MOST = {
 BUDGETS = {"8,1,1": (90, 6, 10.5, 150.5), "2,2,2": (220, 120, 16.0, 92.2)}
 
 
-#: Cases that `make test` counts; `make test-all` counts the others too.
-FAST = ("x", "z in fp32", "xyz in four", "xyz recomputed", "x through the sequence")
-
-
-@pytest.mark.parametrize("names", [FAST, pytest.param(("but", *FAST), marks=pytest.mark.slow)], ids=["fast", "others"])
-def test_gpu_step_launches_no_more_than_it_has(emulate: Emulate, names: Sequence[str]) -> None:
-    found = emulate("shapes.py", "cases", *names)
+def test_gpu_step_launches_no_more_than_it_has(emulate: Emulate) -> None:
+    found = emulate("shapes.py", "cases")
     assert {name: each["waits"] for name, each in found.items() if each["waits"]} == {}
     counts = {name: (each["kernels"], each["calls"], each["events"]) for name, each in found.items()}
-    assert counts.keys() == (MOST.keys() - set(FAST) if names[0] == "but" else set(FAST))
+    assert counts.keys() == MOST.keys()
     assert {name: of for name, of in counts.items() if any(a > b for a, b in zip(of, MOST[name], strict=True))} == {}
 
 
@@ -56,13 +49,13 @@ def test_gpu_step_of_llama_is_within_its_budget(emulate: Emulate) -> None:
         assert found[cuboid]["rest"]["GB"] <= rest, cuboid
 
 
-@pytest.mark.parametrize("name", ["replicas, beside", pytest.param("xyz in four", marks=pytest.mark.slow)])
-def test_gpu_step_launches_in_one_order_on_all_ranks(emulate: Emulate, name: str) -> None:
+def test_gpu_step_launches_in_one_order_on_all_ranks(emulate: Emulate) -> None:
     """NCCL: communicators that are used at once must be used in one order."""
-    ranks = emulate("shapes.py", "orders", name)[name]
-    assert len(ranks[0]) > 20
-    orders = [[(axis, kind) for axis, kind, *_ in launched] for launched in ranks]
-    assert all(order == orders[0] for order in orders)
+    names = "replicas, beside", "xyz in four"
+    for name, ranks in emulate("shapes.py", "orders", *names).items():
+        assert len(ranks[0]) > 20, name
+        orders = [[(axis, kind) for axis, kind, *_ in launched] for launched in ranks]
+        assert all(order == orders[0] for order in orders), name
 
 
 def test_gpu_pipe_launches_in_one_order_at_each_place_and_message_ends_agree(emulate: Emulate) -> None:

@@ -1,5 +1,5 @@
 """Commands on pretended devices and on the CPU, as JSON for test_values.py: `values.py WHAT FOLDER`, of verify, train,
-calibrate, bench, steps and planted."""
+doctor, calibrate, bench, steps and planted."""
 
 import messages  # noqa: F401, I001  before torch
 
@@ -18,9 +18,11 @@ import emulated
 import pretend
 from tape import Tape
 from cuboid.cli import app
+from cuboid.doctor import trials
 from cuboid.layers.attend import Attend
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import shard_of
+from cuboid.model.config import ModelConfig
 from cuboid.model.hf.load import from_pretrained
 from cuboid.plan.calibrate import timing
 from cuboid.run.errors import RankError
@@ -99,9 +101,21 @@ def verified(folder: Path, kind: str) -> Any:
     return json.loads(cuboid("verify", "--cuboid", "2,1,2", "--json"))
 
 
+def doctored(folder: Path, kind: str) -> Any:
+    timing.BUSY, trials.SIZES["gpu"] = 0.001, trials.SIZES["cpu"]
+    sets = settings(folder, "precision.dtype=auto", f"logging.folder={folder / 'run'}")
+    return json.loads(
+        cuboid("doctor", "--cuboid", "2,1,1", "--json", *(word for each in sets for word in ("--set", each)))
+    )
+
+
 def calibrated(folder: Path, kind: str) -> dict[str, Any]:
-    """At the scale of a CPU: a GPU's takes a GPU."""
-    timing.ON_GPU, timing.BUSY = timing.ON_CPU, 0.001
+    """At a small scale: a GPU's takes a GPU."""
+    model = ModelConfig("gpt2", layers=1, hidden=64, heads=4, vocab=64, context=32)
+    small = timing.Scale(
+        model, 64, "fp32", messages=(1 << 10, 1 << 14, 1 << 18), stream=1 << 16, side=64, beside=1 << 12
+    )
+    timing.ON_GPU, timing.ON_CPU, timing.BUSY = small, small, 0.001
     cuboid("calibrate", folder / f"{kind}.json", "--ranks", 2)
     return json.loads((folder / f"{kind}.json").read_text())
 
@@ -155,13 +169,18 @@ def steps(world: World, changes: list[str], planted: str = "") -> dict[str, Any]
 
 
 def stepped(folder: Path, kind: str) -> dict[str, Any]:
-    """Of a rank of each cuboid. The scale of fp16's loss changes in each step."""
+    """Of each rank of each cuboid. The scale of fp16's loss changes in each step."""
     fp16 = "precision.dtype=fp16", "precision.loss_scale=8", "precision.growth_interval=1"
-    more = {"2,1,1": ["precision.dtype=bf16"], "1,1,2": ["data.micro_batches=2", "memory.recompute=full", *fp16]}
+    more = {
+        "2,1,1,1": ["precision.dtype=bf16"],
+        "1,1,2,1": ["data.micro_batches=2", "memory.recompute=full", *fp16],
+        "1,1,1,2": ["data.micro_batches=2"],
+    }
     found: dict[str, Any] = {}
     for each, changes in more.items():
-        sizes = [f"cuboid.{axis}={size}" for axis, size in zip("xyz", each.split(","), strict=True)]
-        found[each] = launch(steps, 2, [settings(folder, "schedule.steps=5", *sizes, *changes)])[0]
+        sizes = [f"cuboid.{axis}={size}" for axis, size in zip(("x", "y", "z", "pipe"), each.split(","), strict=True)]
+        ranks = launch(steps, 2, [settings(folder, "schedule.steps=5", *sizes, *changes)])
+        found |= {f"{each}, rank {rank}": seen for rank, seen in enumerate(ranks)}
     return found
 
 
@@ -179,6 +198,7 @@ def planted(folder: Path, kind: str) -> dict[str, Any]:
 COMMANDS: dict[str, Callable[[Path, str], Any]] = {
     "verify": verified,
     "train": trained,
+    "doctor": doctored,
     "calibrate": calibrated,
     "bench": benched,
     "steps": stepped,
@@ -188,7 +208,7 @@ COMMANDS: dict[str, Callable[[Path, str], Any]] = {
 if __name__ == "__main__":
     command, at = COMMANDS[sys.argv[1]], Path(sys.argv[2])
     found = {"cuda": command(at, "cuda")}
-    if sys.argv[1] == "train":
+    if sys.argv[1] in ("verify", "train", "calibrate"):
         emulated.DEVICES = 0
         found["cpu"] = command(at, "cpu")
     print(json.dumps(found))

@@ -133,7 +133,7 @@ class Layout:
         if not self.cuboidal or not self.overlap:
             return Choice(policy=problem.policy, schedule=OFF)
         batch = problem.batch // self.micro_batches
-        suits = suitable_schedule(problem.config, self.shape, batch, problem.seq, 4, problem.apart)
+        suits = suitable_schedule(problem.config, self.shape, batch, problem.seq, 4, problem.apart, problem.gpu)
         schedule = replace(suits, beside=self.beside)
         if self.shape.pipe > 1:
             schedule = replace(schedule, pipeline=self.pipeline, stages=stages_of(self.pipeline))

@@ -18,6 +18,7 @@ class Problem:
     policy: Policy = Policy(activations="retain")
     seed: int = 0
     apart: bool = True  # see `World.apart`
+    gpu: bool = False  # whether ranks compute on GPUs
     micro_batches: int = 1  # per step, each of the whole batch
 
     @property

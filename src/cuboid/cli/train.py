@@ -181,13 +181,13 @@ def note_on_axes(config: TrainConfig, file: Path | None, overrides: list[str]) -
 def check_before_start(config: TrainConfig, ranks: int, force: bool) -> None:
     """Check this host's memory and cores before ranks start. Ranks check GPUs themselves, because a process that has
     used one cannot fork."""
-    from cuboid.device import any_gpu
+    from cuboid.device import gpus_for
     from cuboid.train.preflight import check as check_host
     from cuboid.train.preflight import crowd
 
-    if any_gpu() or not is_first_of_host():
-        return
     local = local_ranks(ranks)
+    if gpus_for(local) or not is_first_of_host():
+        return
     if crowded := crowd(local):
         warn(crowded)
     try:

@@ -10,7 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+import torch
+
 from cuboid.comm.collectives import from_all, from_first
+from cuboid.device import name_of
 from cuboid.doctor import checks
 from cuboid.doctor.facts import facts_of, host_name
 from cuboid.doctor.finding import Finding
@@ -18,10 +21,10 @@ from cuboid.doctor.trials import try_exactness, try_links, try_training
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, Policy
 from cuboid.plan.cost.cuboid import step_cost
-from cuboid.plan.hardware import Hardware, load
+from cuboid.plan.hardware import Hardware, load, of_gpu
 from cuboid.run.launch import World
 from cuboid.run.watch import watched
-from cuboid.train.auto import guessed_hardware, vocab_of
+from cuboid.train.auto import vocab_of
 from cuboid.train.config import TrainConfig
 from cuboid.train.precision import settled
 from cuboid.train.preflight import need, remedy
@@ -80,19 +83,13 @@ def sent_by(config: TrainConfig) -> dict[str, int]:
 
 
 def on_links(world: World, config: TrainConfig, hardware: str) -> list[Finding]:
-    found = try_links(world, config.cuboid_shape(), hardware_of(hardware))
+    found = try_links(world, config.cuboid_shape(), hardware_of(hardware, world.device))
     return found if world.rank == 0 else []
 
 
-def hardware_of(name: str) -> Hardware | None:
+def hardware_of(name: str, device: torch.device) -> Hardware | None:
     """The hardware with which links are compared: the given one or, on a GPU, its preset. No preset describes a CPU."""
-    if name:
-        return load(name)
-    try:
-        guessed, _ = guessed_hardware()
-    except ValueError:  # a GPU that has none
-        return None
-    return None if guessed.name == "cpu" else guessed
+    return load(name) if name else of_gpu(name_of(device))
 
 
 STAGES: dict[str, Callable[[World, TrainConfig, str], list[Finding]]] = {

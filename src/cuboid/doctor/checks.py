@@ -43,11 +43,6 @@ def devices(facts: Sequence[Facts], precision: str) -> Finding:
     by_kind, by_host = Counter(each.device for each in facts), hosts_of(facts)
     kinds = ", ".join(f"{count} × {kind}" for kind, count in by_kind.items())
     if any(each.gpu for each in facts):
-        if not all(each.gpu for each in facts):
-            without = listed(each.rank for each in facts if not each.gpu)
-            return Finding(
-                "devices", "error", f"{kinds}: {without} got no GPU", "start as many ranks as a host has GPUs"
-            )
         idle = {host: each[0].gpus - len(each) for host, each in by_host.items() if each[0].gpus > len(each)}
         if len(by_kind) > 1:
             remedy = "all wait for the slowest; use GPUs of one kind"
@@ -62,9 +57,12 @@ def devices(facts: Sequence[Facts], precision: str) -> Finding:
         return Finding("devices", "ok", f"{kinds}, one for each rank")
     present = {host: each[0].gpus for host, each in by_host.items() if each[0].driver or each[0].gpus}
     if present:
-        fewer = "start no more ranks on a host than it has GPUs"
-        remedy = fewer if all(present.values()) else "install a build of PyTorch for CUDA: this one sees no GPU"
-        return Finding("devices", "warning", f"{kinds}, but there are GPUs on {', '.join(present)}", remedy)
+        if not all(present.values()):
+            remedy = "install a build of PyTorch for CUDA: this one sees no GPU"
+            return Finding("devices", "warning", f"{kinds}, but there are GPUs on {', '.join(present)}", remedy)
+        short = [f"{len(each)} ranks and {each[0].gpus} GPUs on {host}" for host, each in by_host.items()]
+        remedy = "start no more ranks on a host than it has GPUs: if one gets none, all compute on CPUs"
+        return Finding("devices", "warning", f"{kinds}, with {', '.join(short)}", remedy)
     crowded = [f"{len(each)} ranks on {each[0].cores} cores of {host}" for host, each in by_host.items()]
     crowded = [text for text, each in zip(crowded, by_host.values(), strict=True) if len(each) > each[0].cores]
     if crowded:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 from cuboid.comm.transport.sharing import late_timers
-from cuboid.device import backend_for, gpu_count, group_options, is_gpu, take
+from cuboid.device import any_gpu, backend_for, gpus_for, group_options, is_gpu, take
 from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
 from cuboid.run.errors import RankError, RunError
 from cuboid.run.interfaces import check_interfaces
@@ -88,26 +88,19 @@ class RankDied(RankError):
 def join_world(
     store: dist.Store | None = None, timeout: float = TIMEOUT, attempt: int = 0, stop: Stop | None = None
 ) -> World:
-    """Join the process group that the environment describes: NCCL if there is a GPU for this rank, else gloo. gloo
+    """Join the process group that the environment describes: NCCL if there is a GPU for each rank, else gloo. gloo
     connects two ranks when one first sends to the other, not all at once."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    device = take(local, local_size)
-    check_interfaces(backend_for(device))
     if store is None:
         store = meet(rank, size, timeout, late=max(timeout, TIMEOUT))  # a late import is not a stalled collective
+    device = take(local) if _all_on_gpus(store, rank, size, local_size) else torch.device("cpu")
+    check_interfaces(backend_for(device))
     if not is_gpu(device):
         _keep_memory()
         torch.set_num_threads(1)
-        if local == 0 and (gpus := gpu_count()):
-            print(
-                f"warning: {local_size} ranks on a host with {gpus} GPUs: they compute on its CPU, over gloo; start at "
-                f"most {gpus} ranks per host to use the GPUs",
-                file=sys.stderr,
-                flush=True,
-            )
     with late_timers() if size > CROWD * (os.cpu_count() or 1) else nullcontext():
         dist.init_process_group(
             backend_for(device),
@@ -119,6 +112,25 @@ def join_world(
             pg_options=group_options(device),
         )
     return World(rank, size, device, local_size, attempt, stop)
+
+
+def _all_on_gpus(store: dist.Store, rank: int, size: int, local_size: int) -> bool:
+    """Whether every rank of every host gets a GPU. If one does not, all compute on CPUs: no backend connects both."""
+    without, seen, asked, agreed = (f"cuboid/{name}" for name in ("without a GPU", "GPUs seen", "asked", "agreed"))
+    store.add(without, int(not gpus_for(local_size)))
+    store.add(seen, int(any_gpu()))
+    if store.add(asked, 1) >= size:
+        store.set(agreed, "")
+    store.wait([agreed])
+    lacking = store.add(without, 0)
+    if rank == 0 and lacking and store.add(seen, 0):
+        print(
+            f"warning: {lacking} of {size} ranks are on hosts with fewer GPUs than ranks, so all compute on CPUs, over "
+            "gloo; to use the GPUs, start at most as many ranks on each host as it has",
+            file=sys.stderr,
+            flush=True,
+        )
+    return not lacking
 
 
 def _keep_memory() -> None:

@@ -4,19 +4,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from cuboid import data
-from cuboid.device import gpu_at_hand
+from cuboid.device import any_gpu, gpu_at_hand
 from cuboid.plan.explain import nothing_fits, why
 from cuboid.plan.hardware import PRESETS, Hardware, load, of_gpu
 from cuboid.plan.layer import Work
 from cuboid.plan.search import rank
+from cuboid.run.started import local_ranks
 from cuboid.train.config import CuboidSection, DataSection, MemorySection, TrainConfig
 
 
-def guessed_hardware() -> tuple[Hardware, str]:
-    """The preset of this machine's GPU, with the GPU's own memory, and a sentence that says so."""
-    gpu = gpu_at_hand()
+def guessed_hardware(gpu: tuple[str, int] | None) -> tuple[Hardware, str]:
+    """The preset of ranks with this GPU, a name and bytes, with the GPU's own memory, and a sentence that says so."""
     if gpu is None:
-        return PRESETS["cpu"], "Hardware: the preset cpu, as PyTorch sees no GPU."
+        seen = "there are fewer GPUs than ranks" if any_gpu() else "PyTorch sees no GPU"
+        return PRESETS["cpu"], f"Hardware: the preset cpu, as {seen}."
     gpu_name, gpu_memory = gpu
     if (preset := of_gpu(gpu_name)) is not None:
         memory = 0.95 * gpu_memory // 1e9 * 1e9  # the same on all ranks
@@ -42,7 +43,7 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
         raise ValueError(f"data.batch = {d.batch} cannot be split into data.micro_batches = {d.micro_batches}")
     batch = d.batch // d.micro_batches
     model = config.model_config(vocab_of(d))
-    hardware, guess = (load(machine), "") if machine else guessed_hardware()
+    hardware, guess = (load(machine), "") if machine else guessed_hardware(gpu_at_hand(local_ranks(devices)))
     dtype = config.computed_in(hardware.usual).precision.dtype
     work = Work(model, batch, d.seq, dtype, d.micro_batches, config.model.freeze)
     ranking = rank(hardware, work, devices)

@@ -194,7 +194,9 @@ class OverlapSection:
         "chunks of a matmul's tokens: one is multiplied while others travel; 1: none, 0: by size",
         at_least=0,
     )
-    compile: bool = key(False, "fuse elementwise work with torch.compile")
+    compile: bool = key(
+        False, "fuse elementwise work with torch.compile; on a GPU always, unless TORCH_COMPILE_DISABLE=1 is set"
+    )
     beside: bool = key(False, "run the forward of a micro-batch beside the backward of the one before it")
     pipeline: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "beside"] = key(
         "1f1b", "with cuboid.pipe: the order of forwards and backwards of micro-batches"

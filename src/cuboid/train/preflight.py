@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from math import ceil
 
-from cuboid.device import any_gpu, free_memory, is_gpu
+from cuboid.device import free_memory, gpus_for, is_gpu
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
@@ -88,9 +88,10 @@ def check_device(world: World, config: TrainConfig) -> None:
 
 def check_weights(config: ModelConfig, cuboid: Cuboid) -> None:
     """Raise ValueError if the fp32 weights that this host's ranks will hold do not fit into its memory."""
-    if any_gpu():
+    local = local_ranks(cuboid.ranks)
+    if gpus_for(local):
         return
-    size = 4 * local_ranks(cuboid.ranks) * int(Sizes(config, [cuboid], 1, cuboid.x * cuboid.replicas, 1).parameters[0])
+    size = 4 * local * int(Sizes(config, [cuboid], 1, cuboid.x * cuboid.replicas, 1).parameters[0])
     if size > CLEARLY * (free := free_memory()):
         raise ValueError(
             f"the model does not fit: its weights are {gigabytes(size)} on this host, and {gigabytes(free)} are free; "

@@ -38,7 +38,7 @@ from cuboid.cli.bench.options import (
 )
 from cuboid.cli.command import one_of
 from cuboid.cli.option import option
-from cuboid.run.started import is_first, under_torchrun
+from cuboid.run.started import is_first, local_ranks, under_torchrun
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,7 @@ def timed(what: str, ctx: typer.Context) -> None:
     from cuboid.bench.run import Pace, Trial
     from cuboid.bench.run import bench as run_bench
     from cuboid.bench.table import show
+    from cuboid.device import gpus_for
     from cuboid.emulate.slow_motion import parse
     from cuboid.model.config import ModelConfig
     from cuboid.model.cuboid import Policy
@@ -246,8 +247,9 @@ def timed(what: str, ctx: typer.Context) -> None:
                 line = f"{size} ranks: {name} left out: {left_out[name]}"
                 console.print(line, soft_wrap=True, markup=False, highlight=False)
         for each in rates:
-            apart = bool(each) or under_torchrun()
-            trials.append(Trial(replace(problem, apart=apart or slow is not None), size, chosen, each, slow, quick))
+            gpu = not each and slow is None and gpus_for(local_ranks(size))
+            apart = bool(each) or slow is not None or gpu or under_torchrun()
+            trials.append(Trial(replace(problem, apart=apart, gpu=gpu), size, chosen, each, slow, quick))
     pace = Pace(o["rounds"], o["steps"], per_host)
     settings = {
         "emulate": emulate,

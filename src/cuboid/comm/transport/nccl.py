@@ -5,6 +5,7 @@ On a GPU `wait` only makes the stream wait. So events are recorded on the stream
 of the collectives that stands for all.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -19,6 +20,24 @@ from cuboid.device import Stamps, any_gpu
 from cuboid.fuse import fuse_on
 
 TIMED = 7  # one of every 7 collectives of a kind is timed; prime, so that it is not the same one in every layer
+
+
+class TimedShare:
+    """Which collectives of a kind are timed: one of every `TIMED` over all steps, or all if a step has fewer."""
+
+    def __init__(self) -> None:
+        self._calls = self._number = 0
+        self._few = False
+
+    def weight(self, number: int) -> int:
+        """The number of collectives that this one stands for, 0 if it is not timed. `number`: in its step, from 1."""
+        if number == 1:
+            self._few = 0 < self._number < TIMED
+        self._number = number
+        self._calls += 1
+        if self._few and number < TIMED:
+            return 1
+        return TIMED if self._calls % TIMED == 0 else 0
 
 
 class Nccl(Transport):
@@ -73,12 +92,16 @@ class Nccl(Transport):
         return together
 
     @cached_property
+    def _samples(self) -> defaultdict[str, TimedShare]:
+        return defaultdict(TimedShare)
+
+    @cached_property
     def _has_events(self) -> bool:
         return any_gpu()  # a dry run may have none
 
     def stamp(self, works: Works, span: Span, listed: bool) -> Stamps | None:
-        weight = 1 if listed else TIMED if span.entry.calls % TIMED == 0 else 0
-        return Stamps(weight) if self._has_events else None
+        weight = self._samples[span.kind].weight(span.entry.calls)
+        return Stamps(1 if listed else weight) if self._has_events else None
 
 
 def add_up(total: Tensor, *summands: Tensor) -> None:
