@@ -122,8 +122,8 @@ def test_train_warns_of_a_pipe_with_fewer_micro_batches_than_places(text: Path) 
 
 
 def test_train_splits_blocks_by_planned_time_and_records_it(text: Path, cuboid: Cuboid, tmp_path: Path) -> None:
-    """The head of a large vocabulary takes as long as several blocks. A resumed run keeps the split on a pipe of as many
-    stages, and gets another one on others."""
+    """The head of a large vocabulary takes as long as several blocks. A resumed run keeps the split on a pipe of as
+    many stages, and gets another one on others."""
     pipe = [*ONE_STEP, *on("1,1,1,1,2"), "model.layers=6", "model.vocab=20000", "data.micro_batches=2"]
     said = cuboid("train", *sets(settings(text, *pipe, f"logging.folder={tmp_path / 'run'}")))
     assert said.code == 0, said.err

@@ -37,8 +37,8 @@ LAYOUT = "Ranks"  # the panel of options that set the cuboid
 CUBOID = Annotated[
     str,
     option(
-        "x,y,z, such as 2,2,2 or '1,2,2 replicas=2 pipe=2'; or auto: the fastest of cuboid plan for the configured number "
-        "of ranks.",
+        "x,y,z, such as 2,2,2 or '1,2,2 replicas=2 pipe=2'; or auto: the fastest of cuboid plan for the configured "
+        "number of ranks.",
         LAYOUT,
         otherwise="as configured",
         metavar="X,Y,Z",

@@ -23,9 +23,8 @@ from cuboid.model.presets import PRESETS
 from cuboid.plan import hardware as machines
 from cuboid.plan.source import model as load_model
 from cuboid.step.schedule import PIPELINES
-from cuboid.train.config import TrainConfig
+from cuboid.train.config import TrainConfig, missing
 from cuboid.train.config import load as load_run
-from cuboid.train.config import missing
 from cuboid.train.progress import quantity
 
 if TYPE_CHECKING:

@@ -106,8 +106,8 @@ class _Moments(Operands):
         return self.trained.block(self.c.layers - j)
 
     def both(self) -> list[Moment]:
-        """A layer's backward beside the forward of another micro-batch, in the same number of layers. Sub-batches are up
-        to one layer apart, either way."""
+        """A layer's backward beside the forward of another micro-batch, which is as far. Sub-batches are up to one layer
+        apart, either way."""
         s, apart, ups = self.s, int(self.sub_batches > 1), 2 if self.c.gated else 1
         operands = self.narrow * (s.y > 1) + self.scattered(s.z, ups * self.spread) + self.dX
         found = []

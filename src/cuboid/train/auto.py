@@ -5,9 +5,9 @@ from pathlib import Path
 
 from cuboid import data
 from cuboid.device import gpu_at_hand
+from cuboid.model.cuboid import Policy
 from cuboid.plan.explain import nothing_fits, why
 from cuboid.plan.hardware import PRESETS, Hardware, load, of_gpu
-from cuboid.model.cuboid import Policy
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.pipeline import Pipelines
 from cuboid.plan.search import rank
@@ -77,8 +77,8 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
 
 
 def planned_split(config: TrainConfig, machine: str) -> tuple[int, ...]:
-    """The blocks of each stage of a run's pipe, split by planned time or, if that does not fit, by memory. Empty if that
-    is evenly, or if the planner does not know the machine."""
+    """The blocks of each stage of a run's pipe, split by planned time or, if that does not fit, by memory. Empty if
+    that is evenly, or if the planner does not know the machine."""
     d, m, cuboid = config.data, config.memory, config.cuboid_shape()
     try:
         hardware = load(machine) if machine else guessed_hardware()[0]

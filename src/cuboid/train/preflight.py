@@ -169,8 +169,8 @@ def idle_places(config: TrainConfig) -> str:
             fits += [n] * (d.batch % (n * cuboid.replicas) == 0)
     use = f"--set data.micro_batches={fits[0]}" if fits else "a larger data.batch"
     return (
-        f"{count} micro-batch{'es' * (count > 1)} on a pipe of {places} places: about {idle:.0%} of a step is idle; use "
-        f"{use}, or a shorter pipe"
+        f"{count} micro-batch{'es' * (count > 1)} on a pipe of {places} places: about {idle:.0%} of a step is idle; "
+        f"use {use}, or a shorter pipe"
     )
 
 
