@@ -106,8 +106,8 @@ class _Moments(Operands):
         return self.trained.block(self.c.layers - j)
 
     def both(self) -> list[Moment]:
-        """A layer's backward beside the forward of another micro-batch, which is as far. Sub-batches are up to one layer
-        apart, either way."""
+        """A layer's backward beside the forward of another micro-batch, which is as far. Sub-batches are up to one
+        layer apart, either way."""
         s, apart, ups = self.s, int(self.sub_batches > 1), 2 if self.c.gated else 1
         operands = self.narrow * (s.y > 1) + self.scattered(s.z, ups * self.spread) + self.dX
         found = []
@@ -278,6 +278,9 @@ class _Moments(Operands):
             self.of_block = self.block(j)
             operands = left * j // count + (count - j) * self.layer
             found.append((self.head_dW, operands, first + self.next_weights(j)))
+            if self.choice.recompute == "full":
+                _, activations, buffers = self.inside(j)
+                found.append((self.head_dW, activations + left * (j - 1) // count, buffers))
             made = np.maximum(left // count + self.dW("mlp.down"), self.packing(j))
             found.append((self.remaining(j)[0], left * (count - j) // count, self.reducing(j) + made))
         return found
