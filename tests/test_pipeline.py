@@ -87,22 +87,44 @@ def test_pipeline_1f1b_keeps_as_many_micro_batches_alive_as_places_follow() -> N
         assert most == 4 - place
 
 
+#: Tables of torch.distributed.pipelining. It has none of forward beside backward in this form.
+TABLES = {
+    "gpipe": theirs.ScheduleGPipe,
+    "1f1b": theirs.Schedule1F1B,
+    "interleaved": theirs.ScheduleInterleaved1F1B,
+    "zero-bubble": theirs.ScheduleInterleavedZeroBubble,
+}
+
+
 def their_order(schedule: type[Any], pipe: int, stages: int, m: int, place: int) -> list[Move]:
-    """As torch.distributed.pipelining has it; what it calls I, a backward without weight gradients, is our B there."""
-    shape = {"pp_group_size": pipe, "n_local_stages": stages, "_n_microbatches": m}
+    """As torch has it; what it calls I, a backward without weight gradients, is our B there."""
+    shape = {"pp_group_size": pipe, "n_local_stages": stages, "_num_stages": pipe, "_n_microbatches": m}
     like = SimpleNamespace(**shape, microbatches_per_round=m // max(1, m // pipe))
-    found = [each for each in schedule._calculate_single_rank_operations(like, place) if each is not None]
-    kinds = [each.computation_type.value.replace("I", "B") for each in found]
-    return [Move(kind, each.microbatch_index, each.stage_index) for kind, each in zip(kinds, found, strict=True)]
+    if issubclass(schedule, theirs.PipelineScheduleSingle):
+        table = schedule._get_pipeline_order(like)[place]
+    else:
+        table = schedule._calculate_single_rank_operations(like, place)
+    moves = [each for each in table if each is not None and each.computation_type.value in "FBIW"]
+    kinds = [each.computation_type.value.replace("I", "B") for each in moves]
+    found = [Move(kind, each.microbatch_index, each.stage_index) for kind, each in zip(kinds, moves, strict=True)]
+    if (
+        schedule is theirs.Schedule1F1B and place == pipe - 1
+    ):  # whose forwards its table numbers from 1, but runs from 0
+        found = [move._replace(batch=move.batch - (move.kind == "F")) for move in found]
+    return found
 
 
-def test_pipeline_orders_are_those_of_torch() -> None:
-    tables = {"interleaved": theirs.ScheduleInterleaved1F1B, "zero-bubble": theirs.ScheduleInterleavedZeroBubble}
+@pytest.mark.parametrize("name", TABLES)
+def test_pipeline_orders_are_those_of_torch(name: str) -> None:
+    """It has gpipe and 1f1b for one stage per rank, and 1f1b for as many micro-batches as places or more."""
+    compared = 0
     for schedule, pipe, m in possible():
-        if schedule.pipeline in tables:
+        single = name in ("gpipe", "1f1b")
+        if schedule.pipeline == name and not (single and schedule.stages > 1) and not (name == "1f1b" and m < pipe):
             for place, order in enumerate(orders(schedule, pipe, m)):
-                wanted = their_order(tables[schedule.pipeline], pipe, schedule.stages, m, place)
-                assert [move for (move,) in order] == wanted
+                assert [move for (move,) in order] == their_order(TABLES[name], pipe, schedule.stages, m, place)
+                compared += 1
+    assert compared > 100
 
 
 def test_simulate_rejects_places_that_wait_for_one_another() -> None:
@@ -190,23 +212,33 @@ def test_pipeline_step_matches_one_device(case: Case, pool: Pools) -> None:
     assert not wrong(pool(case.cuboid.ranks).run(compare, case)[0])
 
 
+#: Pipes of 2, 3 and 4 of cuboids on which every pair of axes is split, and one with uneven shards; of at most 16 ranks,
+#: with two replicas where that allows them.
+MANY = [
+    *(Cuboid(*shape, pipe=2) for shape in ((1, 2, 2, 2), (2, 2, 1, 2), (2, 1, 2, 2), (1, 3, 2))),
+    *(Cuboid(*shape, pipe=3) for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 2, 1, 2))),
+    *(Cuboid(*shape, pipe=4) for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 1, 2, 2))),
+]
+
+
 def many() -> list[Case]:
-    """Pipes of 2, 3 and 4 of cuboids on which every pair of axes is split, and one with uneven shards, with every
-    schedule; of at most 16 ranks."""
+    """Every schedule meets both families with each recomputation, tied and not."""
     found = []
-    for pipe in (2, 3, 4):
-        for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 3, 2)):
-            for data in (1, 2):
-                cuboid = Cuboid(*shape, data, pipe=pipe)
-                if cuboid.ranks > 16:
-                    continue
-                for i, name in enumerate(PIPELINES):
-                    stages = 2 if name == "interleaved" else 1
-                    config = (GPT2, LLAMA)[i % 2].replace(layers=9, tied=(i + data) % 2 == 0, heads=12)
-                    split = (9 - (pipe * stages - 1), *(1,) * (pipe * stages - 1)) if i % 2 else ()
-                    schedule = scheduled(name, sub_batches=1 + i % 2, split=split)
-                    found.append(case_of(config, cuboid, schedule, recompute=("none", "selective", "full")[i % 3]))
+    for n, cuboid in enumerate(MANY):
+        for i, name in enumerate(PIPELINES):
+            k, stages = i + n, cuboid.pipe * (2 if name == "interleaved" else 1)
+            config = (GPT2, LLAMA)[k % 2].replace(layers=9, tied=k // 6 % 2 == 0, heads=12)
+            split = (9 - (stages - 1), *(1,) * (stages - 1)) if k // 2 % 2 else ()
+            schedule = scheduled(name, sub_batches=1 + k // 3 % 2, split=split)
+            found.append(case_of(config, cuboid, schedule, recompute=("none", "selective", "full")[k % 3]))
     return found
+
+
+def test_many_schedules_meet_every_recomputation_tied_and_not() -> None:
+    for name in PIPELINES:
+        cases = [case for case in many() if case.schedule.pipeline == name]
+        assert len({(case.config.family, case.config.tied, case.recompute) for case in cases}) == 12
+        assert {case.cuboid.pipe for case in cases if case.cuboid.replicas > 1} == {2, 3, 4}
 
 
 @pytest.mark.slow

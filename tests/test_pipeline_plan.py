@@ -22,6 +22,7 @@ def scheduled(name: str, **more: object) -> Schedule:
     return Schedule(pipeline=name, stages=2 if name == "interleaved" else 1, **more)  # type: ignore[arg-type]
 
 
+#: Not held: zero-bubble with full recomputation, up to 7% below what is counted on the first place.
 HELD = [
     (GPT2, Cuboid(2, 2, 1, pipe=4), Choice(schedule=scheduled("1f1b")), "nccl"),
     (GPT2, Cuboid(2, 2, 1, pipe=4), Choice(schedule=scheduled("gpipe")), "nccl"),
@@ -35,12 +36,18 @@ HELD = [
         "gloo",
     ),
     (LLAMA, Cuboid(1, 1, 2, pipe=4), Choice(schedule=scheduled("zero-bubble")), "gloo"),
+    (GPT2, Cuboid(1, 1, 2, pipe=4), Choice("none", Policy("retain"), scheduled("zero-bubble")), "gloo"),
+    (GPT2, Cuboid(1, 2, 1, pipe=4), Choice("none", Policy("retain"), scheduled("zero-bubble")), "nccl"),
+    (GPT2, Cuboid(2, 2, 1, pipe=4), Choice("selective", Policy("retain"), scheduled("zero-bubble")), "gloo"),
+    (GPT2, Cuboid(1, 1, 2, pipe=4), Choice(schedule=scheduled("beside")), "gloo"),
+    (GPT2.replace(layers=12), Cuboid(1, 1, 2, pipe=4), Choice(schedule=scheduled("beside")), "gloo"),
 ]
+FAST = (2, 7)
 
 
 @pytest.mark.parametrize(
     ("config", "cuboid", "choice", "backend"),
-    [pytest.param(*each, marks=[] if i == 2 else pytest.mark.slow) for i, each in enumerate(HELD)],
+    [pytest.param(*each, marks=[] if i in FAST else pytest.mark.slow) for i, each in enumerate(HELD)],
     ids=lambda each: str(each)[:40],
 )
 def test_planner_peak_of_every_place_matches_dry_run(

@@ -156,13 +156,13 @@ def test_model_on_a_pipe_says_how_to_train_it(pool: Pools) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
-    [("killed", "rank 1 was killed by SIGKILL"), ("forward", r"rank 1 failed\n(?s:.*)KeyError: 'the cause'")],
+    ("how", "said"), [("killed", "was killed by SIGKILL"), ("forward", r"failed\n(?s:.*)KeyError: 'the cause'")]
 )
 def test_watch_names_stage_that_dies_or_fails(how: str, said: str, text: Path) -> None:
-    config = tiny(text, *on("1,2,1,1,2"), *DEEP, "data.micro_batches=2")
-    with pytest.raises(RankError, match=said):
-        Pool(4).run(steps, config, AMPLE, 1, how)
+    more = ("data.micro_batches=2", "overlap.pipeline=interleaved")
+    config = tiny(text, *on("1,2,1,1,2"), *DEEP, *more)
+    with pytest.raises(RankError, match=rf"^rank 2 \(place 1 of the pipe: stages 1, 3\) {said}"):
+        Pool(4, names=config.rank_names()).run(steps, config, AMPLE, 2, how)
 
 
 def test_frozen_run_on_a_pipe_has_serials_curve_and_moves(text: Path, tmp_path: Path, pool: Pools) -> None:
@@ -179,7 +179,8 @@ def test_frozen_run_on_a_pipe_has_serials_curve_and_moves(text: Path, tmp_path: 
 
 def test_watch_names_stage_that_stalls(text: Path) -> None:
     config = tiny(text, *on("1,1,1,1,2"), *DEEP, "data.micro_batches=2")
-    with pytest.raises(Stalled, match=r"rank 0 did not arrive: it is at test_watch\.py") as caught:
+    said = r"rank 0 \(place 0 of the pipe: stage 0\) did not arrive: it is at test_watch\.py"
+    with pytest.raises(Stalled, match=said) as caught:
         Pool(2).run(steps, config, LIMIT, 0, "busy")
     assert "axis pipe forward, collective 5: rank 1 waits for rank 0 with forward of micro-batch 0" in str(caught.value)
 

@@ -103,6 +103,40 @@ def test_plan_cli_explains_one_cuboid_and_plots(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "plan.svg", "plan-map.png", "plan-map.svg"}
 
 
+PIPE = [*SMALL, "--layers", "4", "--ranks", "4", "--hardware", "cpu", "--dtype", "fp32", "--micro-batches", "4"]
+
+
+@pytest.mark.parametrize("pipeline", ["gpipe", "beside"])
+def test_plan_cli_explains_plots_and_counts_any_schedule_by_name(pipeline: str, tmp_path: Path) -> None:
+    words = [*PIPE, "--explain", "1,2,1 pipe=2", "--pipeline", pipeline]
+    said = run("plan", *words, "--plot", tmp_path, "--dry-run")
+    assert f"Places of the pipe: {pipeline}" in said
+    assert f"overlap.pipeline={pipeline}" in said
+    assert (tmp_path / "plan-pipeline.png").exists()
+    (row,) = [line for line in said.splitlines() if line.startswith("│ pipe ")]
+    calls, sent, in_flight = [cell.strip() for cell in row.split("│")[2:5]]
+    moves = 4 * 2  # one message to send and one to receive, for each
+    assert (calls, sent) == (
+        str(moves),
+        "131kB",
+    )  # 4 × 64 tokens of 64 elements in a micro-batch, of which y sends half
+    assert 0 < float(in_flight.removesuffix(" s")) < 1
+
+
+def test_plan_cli_takes_schedule_that_a_toml_names(tmp_path: Path) -> None:
+    file = tmp_path / "pipe.toml"
+    base = "[model]\nlayers = 4\n[cuboid]\nx = 1\ny = 1\nz = 1\npipe = 2\n[data]\nmicro_batches = 8\n[overlap]\n"
+
+    def planned_for(overlap: str, *more: str) -> set[str]:
+        file.write_text(base + overlap)
+        found = json.loads(run("plan", file, "--hardware", "cpu", "--explain", "1,1,1 pipe=2", "--json", *more))
+        return {plan["pipeline"] for plan in found["plans"]}
+
+    assert planned_for("") == {"zero-bubble"}  # the fastest
+    assert planned_for('pipeline = "gpipe"\n') == planned_for("", "--pipeline", "gpipe") == {"gpipe"}
+    assert planned_for("beside = true\n") == {"beside"}
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -115,6 +149,9 @@ def test_plan_cli_explains_one_cuboid_and_plots(tmp_path: Path) -> None:
             [*ON_CPU, "--batch", "15", "--explain", "4,1,1 replicas=2"],
             "batch=15 cannot be split over replicas=2; use batch 14 or 16",
         ),
+        ([*PIPE, "--pipeline", "2f2b"], "--pipeline 2f2b is not one of gpipe, 1f1b"),
+        ([*PIPE, "--pipeline", "gpipe", "--explain", "2,2,1"], "schedule of pipes, and 2,2,1 is none"),
+        ([*PIPE, "--pipeline", "interleaved", "--explain", "1,1,1 pipe=4"], "4 blocks cannot be split into 8 stages"),
         ([*ON_CPU, "--hardware", "tpu"], "neither a preset nor a file"),
         ([*ON_CPU, "--dtype", "fp8"], "fp8"),
         (["llama-3-405b", "--ranks", "32", "--batch", "1"], "128 devices would"),

@@ -7,7 +7,7 @@ import torch
 from tiny import Cuboid as Command
 from tiny import on, sets, settings, tiny, write_text
 
-from cuboid.cli.train import check_before_start
+from cuboid.cli.train import check_before_start, split_by_time, without_other_split
 from cuboid.device import _left_by_groups, free_memory
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.plan.hardware import PRESETS
@@ -15,6 +15,7 @@ from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
 from cuboid.run.launch import World
 from cuboid.train import preflight
+from cuboid.train.auto import planned_split
 from cuboid.train.config import load
 from cuboid.train.preflight import check_weights
 
@@ -127,6 +128,34 @@ def test_train_says_which_axes_are_defaults(text: Path, cuboid: Command, tmp_pat
 def test_train_warns_once_of_ranks_that_share_cores() -> None:
     assert preflight.crowd(1) == ""
     assert "4096 ranks share" in preflight.crowd(4096)
+
+
+def test_train_warns_of_a_pipe_with_fewer_micro_batches_than_places(text: Path) -> None:
+    def said(*changes: str) -> str:
+        return preflight.idle_places(tiny(text, *on("1,1,1,1,4"), "model.layers=8", *changes))
+
+    few = "2 micro-batches on a pipe of 4 places: about 60% of a step is idle; use --set data.micro_batches=4, or"
+    assert said("data.micro_batches=2").startswith(few)
+    assert "45% of a step is idle" in said("data.micro_batches=2", "overlap.pipeline=zero-bubble")
+    assert "1 micro-batch on" in said("overlap.pipeline=interleaved")
+    assert "use a larger data.batch" in said("data.batch=2")
+    assert said("data.micro_batches=4") == ""
+
+
+def test_train_splits_blocks_by_planned_time_and_records_it(text: Path, cuboid: Command, tmp_path: Path) -> None:
+    """The head of a large vocabulary takes as long as several blocks. A resumed run keeps the split on a pipe of as
+    many stages, and gets another one on others."""
+    pipe = [*ONE_STEP, *on("1,1,1,1,2"), "model.layers=6", "model.vocab=20000", "data.micro_batches=2"]
+    said = cuboid("train", *sets(settings(text, *pipe, f"logging.folder={tmp_path / 'run'}")))
+    assert said.code == 0, said.err
+    written = load(tmp_path / "run" / "config.toml")
+    first, last = written.overlap.split
+    assert first > last
+    assert f"split   {first} + {last} blocks, by planned time" in said.out
+    assert without_other_split(written) == written
+    other = without_other_split(load(tmp_path / "run" / "config.toml", ["cuboid.pipe=3"]))
+    assert sum(planned_split(other, "cpu")) == 6
+    assert split_by_time(written, "") == written
 
 
 def test_eval_rejects_weights_beyond_memory(text: Path, cuboid: Command, limit, tmp_path: Path) -> None:

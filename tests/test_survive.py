@@ -44,10 +44,13 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["2,2,1", "1,2,1,1,2"])
-def test_train_cli_killed_at_random_is_bit_exact(shape: str, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "pipeline"), [("2,2,1", "1f1b"), ("1,2,1,1,2", "1f1b"), ("1,1,1,1,2", "zero-bubble")]
+)
+def test_train_cli_killed_at_random_is_bit_exact(shape: str, pipeline: str, text: Path, tmp_path: Path) -> None:
     kills = count("kills of a run")
-    config = tiny(text, *on(shape), "model.dropout=0.1", "model.layers=2", "data.micro_batches=2")
+    more = ["model.dropout=0.1", "model.layers=2", "data.micro_batches=2", f"overlap.pipeline={pipeline}"]
+    config = tiny(text, *on(shape), *more)
     found = survive(config, kills, 1, tmp_path, print)
     assert found.different == []
     assert len(found.kills) == kills
@@ -88,10 +91,16 @@ def test_keep_running_does_not_restart_while_stopping() -> None:
         keep_running(die_unless, 2, [1], stop, 60.0, 3, int, pytest.fail)
 
 
+ON_PIPE = [*on("1,1,1,1,2"), "model.layers=2", "data.micro_batches=4", "overlap.pipeline=zero-bubble"]
+
+
 @pytest.mark.slow
-def test_train_cli_resumes_when_torchrun_restarts_rank(text: Path, tmp_path: Path, pool: Callable[[int], Pool]) -> None:
+@pytest.mark.parametrize("layout", [on("2,1,1"), ON_PIPE], ids=["cuboid", "pipe"])
+def test_train_cli_resumes_when_torchrun_restarts_rank(
+    layout: list[str], text: Path, tmp_path: Path, pool: Callable[[int], Pool]
+) -> None:
     """In a default folder. It trains until it is stopped, so that no moment to kill a rank is too late."""
-    changes = [*on("2,1,1"), "schedule.steps=1000000", "checkpoint.every=2"]
+    changes = [*layout, "schedule.steps=1000000", "checkpoint.every=2"]
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     words += ["-m", "cuboid", "train", *sets(settings(text, *changes))]
 

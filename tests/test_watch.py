@@ -46,7 +46,7 @@ def text(tmp_path: Path) -> Path:
 
 def steps(world: World, config: TrainConfig, limit: float, rank: int, how: str) -> None:
     """Train under a watch. At the third step something befalls a rank."""
-    with watched(world.rank, world.size, limit) as watch:
+    with watched(world.rank, world.size, limit, config.rank_names()) as watch:
         trainer = Trainer(config, replace(world, watch=watch))
         for step in range(1, 9):
             if step == 3 and world.rank == rank:

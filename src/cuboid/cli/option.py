@@ -37,11 +37,14 @@ LAYOUT = "Ranks"  # the panel of options that set the cuboid
 CUBOID = Annotated[
     str,
     option(
-        "x,y,z, such as 2,2,2; or auto: the fastest of cuboid plan for the configured number of ranks.",
+        "x,y,z, such as 2,2,2 or '1,2,2 replicas=2 pipe=2'; or auto: the fastest of cuboid plan for the configured "
+        "number of ranks.",
         LAYOUT,
         otherwise="as configured",
         metavar="X,Y,Z",
     ),
 ]
 #: For commands that run on one process by default.
-ON_CUBOID = Annotated[str, option("x,y,z to run on; 1,1,1 is one process.", metavar="X,Y,Z")]
+ON_CUBOID = Annotated[
+    str, option("x,y,z to run on, such as 1,2,2 or '1,2,2 replicas=2 pipe=2'; 1,1,1 is one process.", metavar="X,Y,Z")
+]

@@ -22,7 +22,8 @@ from cuboid.model.config import FAMILIES, ModelConfig
 from cuboid.model.presets import PRESETS
 from cuboid.plan import hardware as machines
 from cuboid.plan.source import model as load_model
-from cuboid.train.config import TrainConfig
+from cuboid.step.schedule import PIPELINES
+from cuboid.train.config import TrainConfig, missing
 from cuboid.train.config import load as load_run
 from cuboid.train.progress import quantity
 
@@ -85,6 +86,14 @@ def plan(
         option("Inner size of the MLP.", SIZES, 1, otherwise=f"{MODEL}, else the family's"),
     ] = None,
     vocab: Annotated[int | None, option("Tokens in the vocabulary.", SIZES, 1, otherwise=MODEL)] = None,
+    pipeline: Annotated[
+        str,
+        option(
+            f"The only schedule of pipes to rank: {', '.join(PIPELINES)}.",
+            WORK,
+            otherwise=f"{OURS}, else 1f1b, interleaved and zero-bubble, whichever is fastest",
+        ),
+    ] = "",
     explain: Annotated[
         str, option("Explain one cuboid, such as 2,2,2 or '2,2,2 pipe=2'.", OUTPUT, metavar="X,Y,Z")
     ] = "",
@@ -139,6 +148,7 @@ def plan(
         ranks, batch = ranks or run.cuboid_shape().ranks, batch or run.data.batch
         seq, micro_batches = run.data.seq, micro_batches or run.data.micro_batches
         dtype, freeze = dtype or run.computed_in("").precision.dtype, freeze or run.model.freeze
+        pipeline = pipeline or own_pipeline(run, model)
     ranks, batch, micro_batches = ranks or 8, batch or 64, micro_batches or 1
     dtype = known(dtype or hw.usual, COMPUTED)
     base = planned_model(run) if run is not None else load_model(model) if model else None
@@ -146,6 +156,7 @@ def plan(
     if batch % micro_batches:
         raise ValueError(f"--batch {batch} cannot be split into --micro-batches {micro_batches}; use a divisor of it")
     length, only = seq or min(config.context, 4096), parse(explain, ranks) if explain else None
+    check_pipeline(pipeline, only)
     from cuboid.plan.explain import nothing_fits
     from cuboid.plan.layer import Work
     from cuboid.plan.plot import draw
@@ -154,7 +165,7 @@ def plan(
     work = Work(config, batch // micro_batches, length, dtype, micro_batches, freeze)
     if plot is not None:
         make_folder(plot)
-    ranking = rank(hw, work, ranks, only)
+    ranking = rank(hw, work, ranks, only, pipeline)
     if not ranking.plans:
         raise ValueError(nothing_fits(ranking, only))
     counted = None
@@ -199,6 +210,22 @@ def configured(name: str, seq: int) -> TrainConfig | None:
     else:
         return None
     return replace(run, data=replace(run.data, seq=seq or run.data.seq))
+
+
+def own_pipeline(run: TrainConfig, name: str) -> str:
+    """The schedule that the file of a run on a pipe names; empty if it names none."""
+    file = Path(name) if Path(name).suffix == ".toml" else Path(name) / "config.toml"
+    names = ["overlap.pipeline", "overlap.beside"]
+    return run.schedule_on(run.cuboid_shape()).pipeline if run.cuboid.pipe > 1 and missing(file, names) != names else ""
+
+
+def check_pipeline(pipeline: str, only: Cuboid | None) -> None:
+    if pipeline and pipeline not in PIPELINES:
+        raise ValueError(f"--pipeline {pipeline} is not one of {', '.join(PIPELINES)}")
+    if pipeline and only is not None and only.pipe == 1:
+        raise ValueError(
+            f"--pipeline {pipeline} is a schedule of pipes, and {only} is none; explain '{only} pipe=2' or so"
+        )
 
 
 def planned_model(run: TrainConfig) -> ModelConfig:
@@ -272,6 +299,7 @@ def train_command(ranking: Ranking, source: str) -> str:
     if k.pipe > 1:
         s = choice.schedule
         values |= {"overlap.pipeline": s.pipeline, "overlap.stages": s.stages, "overlap.split": list(s.split)}
+        values["overlap.beside"] = False
     values |= {"model.freeze": w.freeze} if w.freeze else {}
     return shlex.join([*words, *(word for name, value in values.items() for word in ("--set", f"{name}={value}"))])
 
@@ -351,7 +379,7 @@ def _explain(ranking: Ranking, console: Console) -> None:
         table.add_row(name, f"{seconds:.4g}", f"{seconds / plan.seconds:.1%}")
     traffic = Table("axis", "calls", "sent", "in flight", "waited", title="Communication", title_justify="left")
     for axis, seconds in plan.in_flight.items():
-        if seconds:
+        if plan.calls[axis]:
             cells = str(plan.calls[axis]), f"{quantity(plan.sent[axis])}B", f"{seconds:.4g} s"
             traffic.add_row(axis, *cells, f"{plan.exposed[axis]:.4g} s")
     console.print(table)

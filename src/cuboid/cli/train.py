@@ -83,13 +83,14 @@ def train(
       torchrun --nproc-per-node 8 -m cuboid train big.toml
     """
     start = run = None
+    of_run = resume is not None and config is None
     overrides, trace = overrides or [], trace or 0
     if resume is not None:
         from cuboid.train.listing import candidates
 
         start = resume.resolve()
         run = candidates(start)[0].parent.parent
-        if config is None:  # the run's own, even if its folder was moved
+        if of_run:  # the run's own, even if its folder was moved
             own = [f"logging.folder={toml(str(run))}", "model.pretrained="]  # the checkpoint has the weights
             config, overrides = run / "config.toml", own + overrides
     if replicas:
@@ -97,9 +98,12 @@ def train(
     if pipe:
         overrides = [*overrides, f"cuboid.pipe={pipe}"]
     chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
+    if of_run and not any(each.startswith("overlap.split") for each in overrides):
+        chosen = without_other_split(chosen)
     if not cuboid and is_first() and (note := note_on_axes(chosen, config, overrides)):
         Console(highlight=False, soft_wrap=True).print(note, markup=False)
     chosen.check()
+    chosen = split_by_time(chosen, hardware)
     if emulate:
         if resume is not None or trace or under_torchrun():
             raise ValueError(
@@ -135,7 +139,8 @@ def train(
         else:
             assert folder is not None
             saved, most = partial(last_step, folder / "checkpoints"), chosen.restart.max_restarts
-            outcome = keep_running(train_on_rank, ranks, args, stop, timeout, most, saved, warn)[0]
+            names = chosen.rank_names()
+            outcome = keep_running(train_on_rank, ranks, args, stop, timeout, most, saved, warn, names)[0]
     if outcome is not None:
         show(outcome)
     if stop.obeyed:
@@ -163,6 +168,27 @@ def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
     return config
 
 
+def without_other_split(config: TrainConfig) -> TrainConfig:
+    """A resumed run's configuration without the split of its earlier pipe, if that had another number of stages."""
+    stages = config.cuboid.pipe * config.schedule_on(config.cuboid_shape()).stages
+    split = config.overlap.split if len(config.overlap.split) == stages else ()
+    return replace(config, overlap=replace(config.overlap, split=split))
+
+
+def split_by_time(config: TrainConfig, hardware: str) -> TrainConfig:
+    """The configuration with the blocks of a pipe split by planned time, unless it says how."""
+    if config.cuboid.pipe == 1 or config.overlap.split:
+        return config
+    from cuboid.train.auto import planned_split
+
+    split = planned_split(config, hardware)
+    if split and is_first():
+        blocks = " + ".join(map(str, split))
+        said = f"split   {blocks} blocks, by planned time; overlap.split = {list(split)} keeps them"
+        Console(highlight=False, soft_wrap=True).print(said, markup=False)
+    return replace(config, overlap=replace(config.overlap, split=split))
+
+
 def note_on_axes(config: TrainConfig, file: Path | None, overrides: list[str]) -> str:
     """A note if the command line sets some axes of the cuboid and the others have defaults; else empty."""
     axes, names = ("x", "y", "z"), [change.partition("=")[0].strip() for change in overrides]
@@ -183,8 +209,10 @@ def check_before_start(config: TrainConfig, ranks: int, force: bool) -> None:
     used one cannot fork."""
     from cuboid.device import gpus_for
     from cuboid.train.preflight import check as check_host
-    from cuboid.train.preflight import crowd
+    from cuboid.train.preflight import crowd, idle_places
 
+    if idle := idle_places(config):
+        warn(idle)
     local = local_ranks(ranks)
     if gpus_for(local) or not is_first_of_host():
         return

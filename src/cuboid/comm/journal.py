@@ -120,14 +120,17 @@ class Account:
         return cls(values["step"], values["at"], pages)
 
 
-def explain(accounts: Mapping[int, Account], size: int, differ: bool = False) -> tuple[bool, str]:
+def explain(
+    accounts: Mapping[int, Account], size: int, differ: bool = False, names: Sequence[str] = ()
+) -> tuple[bool, str]:
     """Returns whether ranks called different collectives, which is certain if they `differ`, and a report on who did so
-    or did not arrive, and where. Some of the `size` ranks may have given no account."""
+    or did not arrive, and where. Some of the `size` ranks may have given no account. `names`: of those that did not
+    arrive."""
     step = max((account.step for account in accounts.values()), default=0)
     lines = mismatches(accounts)
     if differ and not lines:
         lines = [f"collectives do not match, {REMEMBERED} calls or more ago on any axis"]
-    return bool(lines), f"step {step}: " + "\n  ".join(shortened(lines or absences(accounts, size)))
+    return bool(lines), f"step {step}: " + "\n  ".join(shortened(lines or absences(accounts, size, names)))
 
 
 def shortened(lines: list[str]) -> list[str]:
@@ -165,7 +168,7 @@ def calls_of(made: Mapping[int, str]) -> str:
     )
 
 
-def absences(accounts: Mapping[int, Account], size: int) -> list[str]:
+def absences(accounts: Mapping[int, Account], size: int, names: Sequence[str]) -> list[str]:
     """The ranks that hold up others, then those that wait for them. A waiting rank holds up nobody."""
     silent = set(range(size)) - accounts.keys()
     counts = {(page.axis, page.ranks, rank): page.count for rank, each in accounts.items() for page in each.pages}
@@ -177,12 +180,12 @@ def absences(accounts: Mapping[int, Account], size: int) -> list[str]:
     absent = {rank for pages in waiting.values() for page in pages for rank in missing(page)}
     late = sorted(rank for rank in absent - silent if not waiting[rank])
     causes = silent | set(late)
-    lines = [f"{listed(silent)} did not arrive and did not answer: stopped, dead or cut off"] if silent else []
-    lines += [f"{listed([rank])} did not arrive: it is at {accounts[rank].at}" for rank in late]
+    lines = [f"{listed(silent, names)} did not arrive and did not answer: stopped, dead or cut off"] if silent else []
+    lines += [f"{listed([rank], names)} did not arrive: it is at {accounts[rank].at}" for rank in late]
     if not any(waiting.values()):  # on GPUs, where waits cannot be seen
         missed = behind(accounts)
         some = {rank for _, ranks in missed for rank in ranks} or accounts.keys()
-        places = [f"{listed([rank])} is at {accounts[rank].at}" for rank in sorted(some)]
+        places = [f"{listed([rank], names)} is at {accounts[rank].at}" for rank in sorted(some)]
         return [*lines, *(line for line, _ in missed), *(places if missed or not lines else [])]
     if not lines:
         lines = ["ranks wait for one another" if absent else "all ranks arrived, but not what they sent"]
@@ -229,6 +232,9 @@ def waits(rank: int, account: Account) -> list[str]:
     ]
 
 
-def listed(ranks: Iterable[int]) -> str:
+def listed(ranks: Iterable[int], names: Sequence[str] = ()) -> str:
+    """Ranks by their names; by their numbers if they have none."""
     ordered = sorted(ranks)
+    if names:
+        return ", ".join(names[rank] for rank in ordered)
     return f"rank{'s' * (len(ordered) > 1)} {', '.join(map(str, ordered))}"

@@ -23,7 +23,7 @@ from cuboid.run.silent import silently
 from cuboid.step.runner import At
 
 MOST_RANKS = 4096  # whose groups take seconds to make
-NEAR = 0.1  # largest error of the planned peak, which has no exact formula
+NEAR = 0.05  # largest error of the planned peak, which has no exact formula
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Explains why the first plan is first and what limits it or, if nothing fits, what would help."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 from cuboid.mesh.cuboid import Cuboid
@@ -65,21 +66,21 @@ def nothing_fits(ranking: Ranking, only: Cuboid | None = None) -> str:
         f"{which} needs {gigabytes(least.peak)} of {gigabytes(hw.memory)} per device with recompute "
         f"{least.choice.recompute}, most of it {largest} ({gigabytes(least.memory[largest])})"
     )
-    return f"{head}; {remedy(hw, ranking.work, ranking.devices, only)}"
+    return f"{head}; {remedy(hw, ranking.work, ranking.devices, only, ranking.pipeline)}"
 
 
-def remedy(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> str:
+def remedy(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None, pipeline: str = "") -> str:
     """The smallest change that makes it fit: more micro-batches, another cuboid, else more devices."""
-    if fewer := _micro_batches(hw, work, devices, only):
+    if fewer := _micro_batches(hw, work, devices, only, pipeline):
         return f"--micro-batches {fewer} would fit"
     if only is not None:
-        if others := rank(hw, work, devices).plans:
+        if others := rank(hw, work, devices, pipeline=pipeline).plans:
             return f"more micro-batches would not help; of {devices} devices {others[0].cuboid} would fit"
-        if fewer := _micro_batches(hw, work, devices):
-            first = rank(hw, _in_micro_batches(work, fewer), devices).plans[0]
+        if fewer := _micro_batches(hw, work, devices, None, pipeline):
+            first = rank(hw, _in_micro_batches(work, fewer), devices, pipeline=pipeline).plans[0]
             return f"{first.cuboid} would fit with --micro-batches {fewer}"
     for factor in (2, 4, 8, 16, 32, 64):
-        if not hw.lacks(devices * factor) and rank(hw, work, devices * factor).plans:
+        if not hw.lacks(devices * factor) and rank(hw, work, devices * factor, pipeline=pipeline).plans:
             return f"more micro-batches would not help, {devices * factor} devices would"
     return "neither more micro-batches nor 64 × as many devices would help; use a smaller model or larger devices"
 
@@ -88,14 +89,16 @@ def _in_micro_batches(work: Work, count: int) -> Work:
     return replace(work, batch=work.batch * work.micro_batches // count, micro_batches=count)
 
 
-def _micro_batches(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> int:
+def _micro_batches(hw: Hardware, work: Work, devices: int, only: Cuboid | None, pipeline: str) -> int:
     """The fewest micro-batches that make it fit; 0 if none do."""
     counts = (n * work.micro_batches for n in range(2, work.batch + 1) if work.batch % n == 0)
     for count in counts:
         smaller = _in_micro_batches(work, count)
-        divides = only is None or smaller.batch % only.replicas == 0
-        if divides and rank(hw, smaller, devices, only).plans:
-            return count
+        if only is not None and smaller.batch % only.replicas:
+            continue
+        with suppress(ValueError):  # the pipeline's schedule is impossible with this many
+            if rank(hw, smaller, devices, only, pipeline).plans:
+                return count
     return 0
 
 

@@ -14,6 +14,7 @@ activations fall and gradients rise by the same amount. So the peak is at one of
     table    the same, with the embedding's gradient in flight over x
     forward  the forward of a layer below all trained ones, if there is one: nothing is saved
     replicas all gradients exist; those of the largest bucket are concatenated, and their sum over replicas is in flight
+    postponed  weight gradients are left for later: all their operands are alive, then one layer's gradients are made
 
 With several micro-batches, the first one's gradients stay, and those of the others are added to them in place.
 """
@@ -48,12 +49,22 @@ class Footprint:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def memory(hw: Hardware, work: Work, sizes: Sizes, choice: Choice, saved: Array, segment: Segment = WHOLE) -> Footprint:
-    """The peak of a step. `saved`: activations that forward saves, of all layers and the head, or of a stage."""
+def memory(
+    hw: Hardware,
+    work: Work,
+    sizes: Sizes,
+    choice: Choice,
+    saved: Array,
+    segment: Segment = WHOLE,
+    left: Array | None = None,
+) -> Footprint:
+    """The peak of a step. `saved`: activations that forward saves, of all layers and the head, or of a stage. `left`:
+    what its weight gradients are made of, if backward postpones them."""
     held = _Moments(hw, work, sizes, choice, saved, segment)
     parameters, trained = sizes.elements(Trained(work.config), segment) * STORED, held.gradients()
     earlier = trained if work.micro_batches > 1 else np.zeros_like(trained)
-    found = [(np.maximum(gradients, earlier), *others) for gradients, *others in held.moments()] + [held.replicas()]
+    moments = held.moments() if left is None else [*held.moments(), *held.postponed(left)]
+    found = [(np.maximum(gradients, earlier), *others) for gradients, *others in moments] + [held.replicas()]
     if choice.schedule.beside and work.micro_batches > 1:
         earlier = earlier * (work.micro_batches > 2)  # there are none at the first backward beside a forward
         found += [(np.maximum(gradients, earlier), *others) for gradients, *others in held.both()]
@@ -95,18 +106,18 @@ class _Moments(Operands):
         return self.trained.block(self.c.layers - j)
 
     def both(self) -> list[Moment]:
-        """A layer's backward beside the forward of the next micro-batch, which has passed the same number of layers.
-        Sub-batches are up to one layer apart, either way."""
+        """A layer's backward beside the forward of another micro-batch, which is as far. Sub-batches are up to one
+        layer apart, either way."""
         s, apart, ups = self.s, int(self.sub_batches > 1), 2 if self.c.gated else 1
         operands = self.narrow * (s.y > 1) + self.scattered(s.z, ups * self.spread) + self.dX
         found = []
         for j in self.chosen():
-            gradients, activations, buffers = self.inside(j)
+            gradients, activations, buffers = self.inside(j, self.layer)
             passed = min(j + apart, self.backward)
             held = self.gathered * (1 + apart) + self.coming * self.choice.schedule.prefetch
             held = np.where(self.kept > 0, self.kept * passed, held)
             buffers = buffers + held + operands * (self.sub_batches + 1) // (2 * self.sub_batches)
-            found.append((gradients, activations + (passed + apart * (j > 1)) * self.layer, buffers))
+            found.append((gradients, activations + (passed - 1 + apart * (j > 1)) * self.layer, buffers))
         return found
 
     def forward(self) -> Moment:
@@ -191,21 +202,29 @@ class _Moments(Operands):
 
     def ahead(self, j: int) -> Array:
         """Weights in flight for the next layer, or kept for all remaining ones, and gradients in flight."""
+        return self.next_weights(j) + self.reducing(j)
+
+    def next_weights(self, j: int) -> Array:
         coming = self.coming * (j < self.backward) * self.choice.schedule.prefetch
-        held = np.where(self.kept > 0, self.kept * (self.backward - j), coming)
-        # still in flight from the previous micro-batch; those of the last norm come after them
+        return np.where(self.kept > 0, self.kept * (self.backward - j), coming)
+
+    def reducing(self, j: int) -> Array:
+        """Gradients in flight at the j-th last layer: of those above it, and still of the previous micro-batch; those
+        of the last norm come after them."""
         before = self.behind(max(MOST_IN_FLIGHT - self.segment.ends - (j - 1), 0))
-        return held + before + self.apart * self.way * self.flying(j - 1)
+        return before + self.apart * self.way * self.flying(j - 1)
 
     def flying(self, j: int) -> Array:
         """Gradients in flight after the backward of the j-th last layer."""
         done = [self.reduced(block) for block in map(self.block, range(1, j + 1)) if block]
         return added([self.none(), *done[-MOST_IN_FLIGHT:]])
 
-    def inside(self, j: int) -> Moment:
+    def inside(self, j: int, beside: Array | int = 0) -> Moment:
+        """`beside`: what a layer's forward beside it saves meanwhile."""
         self.of_block = self.block(j)
         gradients, activations = self.remaining(j)
-        buffers = np.maximum.reduce([self.down(), self.nonlinear(), self.up(), self.first()]) + self.dX
+        up, first = self.up() + beside // 2, self.first() + beside
+        buffers = np.maximum.reduce([self.down(), self.nonlinear(), up, first]) + self.dX
         if self.choice.recompute == "full":
             buffers = np.maximum(buffers, self.recomputing() + self.dX)
         n = self.sub_batches
@@ -217,8 +236,16 @@ class _Moments(Operands):
     def between(self, j: int) -> Moment:
         """After a layer: its weights are released before its gradients are packed."""
         self.of_block = self.block(j)
-        s, made, mine = self.s, self.every_dW(), self.s.trained(self.of_block)
         gradients, activations = self.remaining(j)
+        rest = self.dX
+        if j < self.backward and self.regathers and self.choice.recompute != "full":
+            down = "mlp.down.weight" in self.block(j + 1)
+            rest = rest + down * self.spread * (self.s.z > 1)  # X of the next layer's last matmul
+        return gradients, activations - self.layer, self.ahead(j) + self.packing(j) + rest
+
+    def packing(self, j: int) -> Array:
+        """The gradients of the j-th last layer, made and packed to be summed."""
+        s, made, mine = self.s, self.every_dW(), self.s.trained(self.of_block)
         largest = np.maximum.reduce([self.none(), *(w.n * w.k for w in mine)]) * self.e * (self.g > self.e)
         whole = self.reduced(self.of_block)
         flying = self.way * whole
@@ -228,12 +255,7 @@ class _Moments(Operands):
             gone, shard = (s.x > 2) * whole, self.shard(self.of_block)
             flying = flying + np.maximum(self.summed(s.x, whole) + 2 * (s.replicas > 1) * shard - gone, 0)
         packed = np.maximum.reduce([made + largest, whole + self.packed(mine), flying])
-        rest = self.dX
-        if j < self.backward and self.regathers and self.choice.recompute != "full":
-            down = "mlp.down.weight" in self.block(j + 1)
-            rest = rest + down * self.spread * (s.z > 1)  # X of the next layer's last matmul
-        layer = np.where(self.apart, packed, self.unsplit(made))
-        return gradients, activations - self.layer, self.ahead(j) + layer + rest
+        return np.where(self.apart, packed, self.unsplit(made))
 
     def unsplit(self, made: Array) -> Array:
         """With x = 1: gradients are converted and summed over replicas, or added to those of earlier micro-batches."""
@@ -242,6 +264,26 @@ class _Moments(Operands):
         if self.micro_batches > 1:
             return np.maximum(made, sent)
         return shard + np.maximum((self.g < STORED) * made, sent)
+
+    # Postponed weight gradients
+
+    def postponed(self, left: Array) -> list[Moment]:
+        """Each layer's first matmul in a backward, whose operands stay alive, and the look-up; then each layer's
+        gradients, whose operands are released."""
+        n, count, before = self.sub_batches, max(self.backward, 1), self.behind(MOST_IN_FLIGHT)
+        ending = 2 * self.dX + self.scattered(self.s.y, self.narrow)  # dX twice: the norm's, and what is added to it
+        first = self.gathered + before + ending * (n + 1) // (2 * n)
+        found = [(self.head_dW, left, self.rows() + before)] if self.tables() else []
+        for j in self.chosen():
+            self.of_block = self.block(j)
+            operands = left * j // count + (count - j) * self.layer
+            found.append((self.head_dW, operands, first + self.next_weights(j)))
+            if self.choice.recompute == "full":
+                _, activations, buffers = self.inside(j)
+                found.append((self.head_dW, activations + left * (j - 1) // count, buffers))
+            made = np.maximum(left // count + self.dW("mlp.down"), self.packing(j))
+            found.append((self.remaining(j)[0], left * (count - j) // count, self.reducing(j) + made))
+        return found
 
     # The embedding
 
@@ -261,9 +303,12 @@ class _Moments(Operands):
         return self.gradients() - tables - self.apart * flying
 
     def lookup(self) -> Moment:
+        return self.others(), self.none(), self.rows() + self.apart * self.flying(self.backward) * self.way
+
+    def rows(self) -> Array:
+        """The gradients of embeddings, and the rows that are added to them."""
         rows = self.m // self.sub_batches * self.s.d * (self.e + self.low * self.wide)
-        tables = sum((w.n + 1) * w.k for w in self.tables()) * self.wide
-        return self.others(), self.none(), tables + rows + self.apart * self.flying(self.backward) * self.way
+        return rows + sum((w.n + 1) * w.k for w in self.tables()) * self.wide
 
     def table(self) -> Moment:
         """The embedding's gradient, after those of all layers. That of learned positions follows."""

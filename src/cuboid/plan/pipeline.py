@@ -134,7 +134,7 @@ class Pipelines:
         self._segments = [segment_of(stage, self.count - 1) for stage in range(self.count)]
         self.orders = orders(schedule, self.pipe, self.m)
         self.blocks = {"": self._given, "time": self._for_time, "memory": self._for_memory}[least]()
-        self._of_one: dict[int, Array] = {}  # what one backward of a stage leaves
+        self._left_of: dict[LoneStage, Array] = {}  # what one backward of a stage leaves
         self.variants = [self._variants(stage) for stage in range(self.count)]
         self.lowest = self._lowest()
         self.totals = [self._totals(stage) for stage in range(self.count)]
@@ -266,30 +266,36 @@ class Pipelines:
         hop = self._hop()
         return simulate(self.orders_of(i), lambda move: one(self._duration(move)), lambda move: one(hop(move)))
 
+    def on_link(self, place: int, i: int) -> float:
+        """Seconds that the messages a candidate's place sends take, each alone."""
+        hop, moves = self._hop(), [move for moves in self.orders_of(i)[place] for move in moves]
+        return sum(float(np.broadcast_to(hop(move), len(self.sizes.cuboids))[i]) for move in moves)
+
     # Memory
 
-    def _alive(self, order: Order) -> list[tuple[Move, Counter[int], Counter[int], bool]]:
+    def _alive(self, order: Order) -> list[tuple[Move, Counter[int], Counter[int], bool, bool]]:
         """For each backward of a place: how many other forwards of each stage are alive, how many backwards have
-        postponed their weight gradients, and whether there are gradients of earlier micro-batches."""
+        postponed their weight gradients, whether there are gradients of earlier micro-batches, and whether a forward
+        runs beside it."""
         alive, left, found, any_before = Counter[int](), Counter[int](), [], False
         for moves in order:
-            for kind, _, stage in moves:
-                alive[stage] += kind == "F"
             for move in moves:
                 if move.kind == "B":
                     alive[move.stage] -= 1
-                    found.append((move, Counter(alive), Counter(left), any_before))
+                    found.append((move, Counter(alive), Counter(left), any_before, len(moves) > 1))
                     any_before = True
                     left[move.stage] += self.schedule.pipeline == "zero-bubble"
                 elif move.kind == "W":
                     left[move.stage] -= 1
+            for kind, _, stage in moves:
+                alive[stage] += kind == "F"
         return found
 
     def _most_alive(self) -> list[int]:
         """The most forwards of each stage that are alive at a time."""
         found = [0] * self.count
         for place in range(self.pipe):
-            for move, alive, _, _ in self._alive(self.orders[place]):
+            for move, alive, *_ in self._alive(self.orders[place]):
                 for stage in self.stages(place):
                     found[stage] = max(found[stage], alive[stage] + (stage == move.stage))
         return found
@@ -301,22 +307,20 @@ class Pipelines:
     def _footprint(self, place: int, lowest: int) -> Footprint:
         """The same, for candidates whose lowest trained stage this is."""
         nothing = np.zeros_like(self.sizes.x)
-        found = [self._of_stage(stage, False, nothing, stage > 0) for stage in self.stages(place) if stage < lowest]
+        below = [stage for stage in self.stages(place) if stage < lowest]
+        found = [self._of_stage(stage, False, False, nothing, stage > 0) for stage in below]
         order = backward_until(lowest, self.orders)[place]
-        others: dict[tuple[int, bool], list[Array]] = {}  # by stage, and whether there are earlier gradients
-        for move, alive, left, before in self._alive(order):
+        #: by stage, whether there are earlier gradients, and whether a forward runs beside
+        others: dict[tuple[int, bool, bool], list[Array]] = {}
+        for move, alive, left, before, beside in self._alive(order):
             held = [self._saved(each, count) for each, count in alive.items()]
             held += [self._left(each, count) for each, count in left.items()]
-            if (
-                self.schedule.pipeline == "zero-bubble"
-            ):  # its postponed operands grow while its activations are released
-                held.append(np.maximum(self._left(move.stage, 1) - self._saved(move.stage, 1), 0))
-            others.setdefault((move.stage, before), []).append(added([np.zeros_like(self.sizes.x), *held]))
+            others.setdefault((move.stage, before, beside), []).append(added([nothing, *held]))
         most = {case: np.maximum.reduce(held) for case, held in others.items()}
-        for (stage, before), held in most.items():
-            later = most.get((stage, True))
+        for (stage, before, beside), held in most.items():
+            later = most.get((stage, True, beside))
             if before or later is None or (held > later).any():  # else a later backward has more
-                found.append(self._of_stage(stage, before, held))
+                found.append(self._of_stage(stage, before, beside, held))
         peaks = np.stack([each.peak for each in found]).argmax(0)
         values = {
             name: np.choose(peaks, [getattr(each, name) for each in found])
@@ -330,33 +334,38 @@ class Pipelines:
 
     def _left(self, stage: int, count: int) -> Array:
         """What weight gradients of so many backwards are made of."""
-        if stage not in self._of_one:
-            self._of_one[stage] = self._left_of_one(stage)
-        return count * self._of_one[stage]
+        return count * added(here * self._left_of_one(variant) for here, variant in self.variants[stage])
 
-    def _left_of_one(self, stage: int) -> Array:
-        """X and dY of every product, gathered, and the shards of X that it was gathered from."""
+    def _left_of_one(self, stage: LoneStage) -> Array:
+        """X and dY of every product, gathered, and the shards of X that it was regathered from."""
+        if stage in self._left_of:
+            return self._left_of[stage]
         s, c, found = self.sizes, self.work.config, np.zeros_like(self.sizes.x)
-        inner, over_y = s.f * (2 if c.gated else 1), np.where(s.y > 1, s.d // s.y, 0)
+        inner, regathers = s.f * (2 if c.gated else 1), self.choice.policy.activations == "regather"
+        over_y, over_z = ((axis > 1) * regathers for axis in (s.y, s.z))
         products = {
-            ("attention.q", "attention.k", "attention.v"): s.d + s.q + 2 * s.kv + over_y,
-            ("attention.out",): s.q + s.d + np.where(s.z > 1, s.q // s.z, 0),
-            ("mlp.gate", "mlp.up"): s.d + inner + over_y,
-            ("mlp.down",): s.f + s.d + np.where(s.z > 1, s.f // s.z, 0),
+            ("attention.q", "attention.k", "attention.v"): s.d + s.q + 2 * s.kv + over_y * s.d // s.y,
+            ("attention.out",): s.q + s.d + over_z * s.q // s.z,
+            ("mlp.gate", "mlp.up"): s.d + inner + over_y * s.d // s.y,
+            ("mlp.down",): s.f + s.d + over_z * s.f // s.z,
         }
-        for here, variant in self.variants[stage]:
-            trained = Trained(stage_work(self.work, variant.blocks).config, variant.freeze)
-            blocks = Counter(trained.block(i) for i in range(variant.blocks))
-            for names, size in products.items():
-                times = sum(n for block, n in blocks.items() if any(f"{name}.weight" in block for name in names))
-                found = found + here * times * size
-        return found * s.m * self.costs.prices.itemsize
+        trained = Trained(stage_work(self.work, stage.blocks).config, stage.freeze)
+        for names, size in products.items():
+            blocks = [any(f"{name}.weight" in trained.block(i) for name in names) for i in range(stage.blocks)]
+            found = found + sum(blocks) * size
+        self._left_of[stage] = found * s.m * self.costs.prices.itemsize
+        return self._left_of[stage]
 
-    def _of_stage(self, stage: int, before: bool, others: Array, receives: bool = True) -> Footprint:
-        """In its backward, with what others have saved, and what the place's other stages have at rest. `receives`:
-        whether messages come to it."""
-        segment, choice = self._segments[stage], self.choice
-        found = merged([(here, self.costs.memory(variant, before, choice)) for here, variant in self.variants[stage]])
+    def _of_stage(self, stage: int, before: bool, beside: bool, others: Array, receives: bool = True) -> Footprint:
+        """In its backward, maybe beside a forward, with what others have saved, and what the place's other stages have
+        at rest. `receives`: whether messages come to it."""
+        segment, choice = self._segments[stage], replace(self.choice, schedule=replace(self.schedule, beside=beside))
+
+        def held(stage: LoneStage) -> Footprint:
+            left = self._left_of_one(stage) if self.schedule.pipeline == "zero-bubble" else None
+            return self.costs.memory(stage, before, choice, left)
+
+        found = merged([(here, held(variant)) for here, variant in self.variants[stage]])
         others_here = [each for each in self.stages(stage % self.pipe) if each != stage]
         rest, trained = ([self._held(each, of) for each in others_here] for of in (False, True))
         nothing = np.zeros_like(self.sizes.x)

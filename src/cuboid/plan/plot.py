@@ -120,7 +120,8 @@ def _map(axes: Axes, ranking: Ranking) -> None:
     hw = ranking.hardware
     devices = [n for f in DEVICES if (n := round(ranking.devices * f)) >= 1 and not hw.lacks(n)]
     batches = [n for f in BATCHES if (n := round(ranking.work.batch * f)) >= 1]
-    found = rankings(hw, ranking.work, [(count, batch) for batch in batches for count in devices])
+    cells = [(count, batch) for batch in batches for count in devices]
+    found = rankings(hw, ranking.work, cells, pipeline=ranking.pipeline)
     shares = [each.mfu(each.plans[0]) if each.plans else float("nan") for each in found]
     for i, each in enumerate(found):
         row, column = divmod(i, len(devices))

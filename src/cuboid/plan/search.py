@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import product
@@ -25,10 +26,13 @@ from cuboid.plan.stage import StageCosts
 from cuboid.plan.step import prices_of, step_totals
 from cuboid.plan.tape import Totals
 from cuboid.plan.time import Array, Prices
+from cuboid.step.pipeline import Split
 from cuboid.step.pipeline import orders as pipeline_orders
 from cuboid.step.schedule import Schedule
 
 MOST_PLACES = 16  # most places of a pipeline that are searched
+#: Schedules of a pipeline that are searched. gpipe is never faster than 1f1b, and holds more; beside is priced like it.
+SEARCHED = ("1f1b", "interleaved", "zero-bubble")
 #: Well-known layouts, as corners of the block.
 CORNERS = {
     "FSDP": lambda k: k.y == k.z == 1 < k.x,
@@ -87,6 +91,7 @@ class Ranking:
     considered: int
     seconds: float = 0.0  # taken by the ranking itself
     corners: dict[str, Plan | None] = field(default_factory=dict)
+    pipeline: str = ""  # the only schedule of pipes, if one was asked for
 
     def tokens_per_second(self, plan: Plan) -> float:
         return self.work.tokens / plan.seconds
@@ -135,40 +140,48 @@ def choices() -> Iterator[Choice]:
         yield Choice(recompute, Policy(activations, weights), Schedule(sub_batches=count))  # type: ignore[arg-type]
 
 
-def pipes(work: Work, devices: int) -> list[int]:
+def pipes(work: Work, devices: int, pipeline: str = "") -> list[int]:
     """Numbers of places to search. With fewer micro-batches than places most of a step is idle."""
     most = min(work.config.layers, work.micro_batches, MOST_PLACES)
-    return [n for n in range(2, most + 1) if devices % n == 0]
+    return [n for n in range(2, most + 1) if devices % n == 0 and pipeline_schedules(work, n, pipeline)]
 
 
-def pipeline_schedules(work: Work, pipe: int) -> list[Schedule]:
-    """Pipeline schedules to search. gpipe is never faster than 1f1b, and holds more; beside is priced like 1f1b."""
+def scheduled(work: Work, pipe: int, name: str) -> Schedule:
+    """The schedule of this name. Raises if the model has too few blocks for it, or the step other micro-batches."""
+    schedule = Schedule(pipeline=name, stages=2 if name == "interleaved" else 1)
+    Split.of(work.config.layers, pipe, schedule)
+    pipeline_orders(schedule, pipe, work.micro_batches)
+    return schedule
+
+
+def pipeline_schedules(work: Work, pipe: int, pipeline: str = "") -> list[Schedule]:
+    """The possible schedules of those to search, or the one of this name."""
     found = []
-    for name, stages in (("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
-        schedule = Schedule(pipeline=name, stages=stages)
-        try:
-            pipeline_orders(schedule, pipe, work.micro_batches)
-        except ValueError:  # not possible with this many micro-batches
-            continue
-        if pipe * stages <= work.config.layers:
-            found.append(schedule)
+    for name in [pipeline] if pipeline else SEARCHED:
+        with suppress(ValueError):
+            found.append(scheduled(work, pipe, name))
     return found
 
 
-def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None) -> Ranking:
-    """`only` ranks the orders and choices of one shape, and the schedules of a pipeline."""
-    (ranking,) = rankings(hw, work, [(devices, work.batch)], only)
+def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None, pipeline: str = "") -> Ranking:
+    """`only` ranks the orders and choices of one shape, and the schedules of a pipeline: all that are searched, or
+    the one called `pipeline`."""
+    (ranking,) = rankings(hw, work, [(devices, work.batch)], only, pipeline)
     return ranking
 
 
-def rankings(hw: Hardware, work: Work, cells: Sequence[tuple[int, int]], only: Cuboid | None = None) -> list[Ranking]:
+def rankings(
+    hw: Hardware, work: Work, cells: Sequence[tuple[int, int]], only: Cuboid | None = None, pipeline: str = ""
+) -> list[Ranking]:
     """A ranking per (devices, sequences of a micro-batch). All candidates are priced together."""
     began = time.perf_counter()
     work.config.check(only or Cuboid(), work.batch, work.seq)
-    found = [Ranking(replace(work, batch=batch), hw, devices, [], [], 0) for devices, batch in cells]
+    if only is not None and only.pipe > 1 and pipeline:
+        scheduled(work, only.pipe, pipeline)
+    found = [Ranking(replace(work, batch=n), hw, devices, [], [], 0, pipeline=pipeline) for devices, n in cells]
     every: dict[bool, list[tuple[int, Cuboid]]] = {False: [], True: []}  # without a pipe, with one
     for i, ranking in enumerate(found):
-        for pipe in [only.pipe] if only is not None else [1, *pipes(work, ranking.devices)]:
+        for pipe in [only.pipe] if only is not None else [1, *pipes(work, ranking.devices, pipeline)]:
             one = None if only is None else [(only.replicas, only.x, only.y, only.z)]
             for shape in one or shapes(work.config, ranking.devices // pipe, ranking.work.batch):
                 every[pipe > 1] += ((i, cuboid) for cuboid in orders(shape, hw.node, hw.group, pipe))
@@ -178,7 +191,9 @@ def rankings(hw: Hardware, work: Work, cells: Sequence[tuple[int, int]], only: C
             batch = np.array([ranking.work.batch for ranking in found])[cell]
             sizes = Sizes(work.config, cuboids, hw.node, batch, work.seq, hw.group)
             prices = prices_of(hw, work, sizes)
-            for predictions, of in (_pipelines if of_pipes else _flat)(prices, work, sizes):
+            for predictions, of in (
+                _pipelines(prices, work, sizes, pipeline) if of_pipes else _flat(prices, work, sizes)
+            ):
                 _add_best_of_each_shape(predictions, cell[of], found)
     for ranking in found:
         ranking.plans.sort(key=lambda plan: plan.seconds)
@@ -198,7 +213,7 @@ def _flat(prices: Prices, work: Work, sizes: Sizes) -> Iterator[Some]:
     yield [Predictions(prices, work, sizes, choice) for choice in choices()], np.arange(len(sizes.cuboids))
 
 
-def _pipelines(prices: Prices, work: Work, sizes: Sizes) -> Iterator[Some]:
+def _pipelines(prices: Prices, work: Work, sizes: Sizes, pipeline: str) -> Iterator[Some]:
     """Predictions for pipelines. Retained weights are not searched: every micro-batch alive would have its own copy. If
     a shape does not fit, its blocks are also split by memory."""
     chosen = [choice for choice in choices() if choice.policy.weights == "regather"]
@@ -207,7 +222,7 @@ def _pipelines(prices: Prices, work: Work, sizes: Sizes) -> Iterator[Some]:
         (of,) = np.nonzero(sizes.pipe == pipe)
         some = sizes.at(of)
         costs = [each.at(of, some) for each in every]
-        both = list(product(costs, pipeline_schedules(work, pipe)))
+        both = list(product(costs, pipeline_schedules(work, pipe, pipeline)))
         found = [PipelinePredictions(each, schedule, costs[0], "time") for each, schedule in both]
         fit = np.zeros(len(of), dtype=bool)
         for each in found:
@@ -303,6 +318,7 @@ def pipeline_plan(found: Pipelines, i: int) -> Plan:
     busiest = max(range(found.pipe), key=lambda place: busy[place])
     parts = _parts(work[busiest], i)
     parts["exposed"]["pipe"] = seconds - busy[busiest]
+    parts["in_flight"]["pipe"] = found.on_link(busiest, i)
     choice = replace(found.choice, schedule=replace(found.schedule, split=found.split(i)))
     fullest = max(memories, key=lambda each: sum(each.values()))
     fits, cuboid = sum(fullest.values()) <= found.hw.memory, found.sizes.cuboids[i]

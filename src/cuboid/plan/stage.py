@@ -65,7 +65,7 @@ class StageCosts:
         of: Mapping[Segment, StageTotals] | None = None,
     ) -> None:
         self.prices, self.work, self.sizes, self.choice, self.overlap = prices, work, sizes, choice, overlap
-        self._memory: dict[tuple[LoneStage, bool, int], Footprint] = {}
+        self._memory: dict[tuple[LoneStage, bool, bool, bool, int], Footprint] = {}
         self._frozen: dict[tuple[LoneStage, bool], tuple[Totals, Totals]] = {}
         self.of = of or {
             segment: stage_totals(prices, stage_work(work), sizes, choice, segment, overlap, last=False)
@@ -104,13 +104,16 @@ class StageCosts:
             self._frozen[stage, last] = found.of(stage.blocks)
         return self._frozen[stage, last]
 
-    def memory(self, stage: LoneStage, before: bool, choice: Choice) -> Footprint:
-        """The peak of one stage's backward, with or without gradients of earlier micro-batches."""
-        key = stage, before, choice.schedule.stages
+    def memory(self, stage: LoneStage, before: bool, choice: Choice, left: Array | None) -> Footprint:
+        """The peak of one stage's backward, with or without gradients of earlier micro-batches. `left`: what its weight
+        gradients are made of, if they are postponed."""
+        beside = choice.schedule.beside
+        key = stage, before, beside, left is not None, choice.schedule.stages
         if key not in self._memory:
-            work = replace(stage_work(self.work, stage.blocks, stage.freeze), micro_batches=2 if before else 1)
+            count = 1 + before + beside
+            work = replace(stage_work(self.work, stage.blocks, stage.freeze), micro_batches=count)
             saved = self.totals(stage)[1].saved
-            self._memory[key] = memory(self.prices.hw, work, self.sizes, choice, saved, stage.segment)
+            self._memory[key] = memory(self.prices.hw, work, self.sizes, choice, saved, stage.segment, left)
         return self._memory[key]
 
     def block(self, segment: Segment) -> Array:

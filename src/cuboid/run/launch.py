@@ -240,6 +240,7 @@ class Pool:
         stop: Asks ranks to stop when this process gets a signal.
         attempt: The value of `World.attempt`.
         timeout: Seconds until a collective fails.
+        names: What errors call the ranks; empty: by their numbers.
 
     Raises:
         ValueError: If `ranks` is below 1, or is not hosts × ranks per host.
@@ -252,6 +253,7 @@ class Pool:
         stop: Stop | None = None,
         attempt: int = 0,
         timeout: float = TIMEOUT,
+        names: Sequence[str] = (),
     ) -> None:
         if ranks < 1:
             raise ValueError(f"ranks={ranks}: at least one rank is needed")
@@ -260,6 +262,7 @@ class Pool:
                 f"{ranks} ranks cannot run {cluster.per_host} on each of {cluster.size} hosts; "
                 "hosts × ranks per host must be the number of ranks"
             )
+        self._names = names or [f"rank {rank}" for rank in range(ranks)]
         fork = get_context("fork")
         self._pipes: list[connection.Connection] = []
         self._ranks = []
@@ -329,10 +332,10 @@ class Pool:
         if isinstance(error, ValueError | RunError | RankError):  # its message is complete
             raise error
         if trace:
-            raise RankError(f"rank {rank} failed\n{trace}") from error
+            raise RankError(f"{self._names[rank]} failed\n{trace}") from error
         code = self._ranks[rank].exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise RankDied(f"rank {rank} {how}" + SIGILL_HINT * (code == -signal.SIGILL), code == -signal.SIGKILL)
+        raise RankDied(f"{self._names[rank]} {how}" + SIGILL_HINT * (code == -signal.SIGILL), code == -signal.SIGKILL)
 
     def close(self, kill: bool = False) -> None:
         """End all ranks: those that do not end within 10 seconds are killed; with `kill`, all at once."""

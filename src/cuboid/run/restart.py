@@ -21,6 +21,7 @@ def keep_running(
     most: int,
     saved: Callable[[], int],
     tell: Callable[[str], None],
+    names: Sequence[str] = (),
 ) -> list[Any]:
     """Like `launch` on this machine, but restarts all ranks when one dies, with `World.attempt` increased: at most
     `most` times in a row without a change of `saved()`, the step from which the run would resume. Exceptions of ranks
@@ -29,7 +30,7 @@ def keep_running(
     last = saved()
     while True:
         try:
-            with Pool(ranks, stop=stop, attempt=attempt, timeout=timeout) as pool:
+            with Pool(ranks, stop=stop, attempt=attempt, timeout=timeout, names=names) as pool:
                 return pool.run(fn, *args)
         except RankDied as death:
             if death.killed and not stop.begun and not stop.asked:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from cuboid.comm.journal import Account, Journal, explain, unfinished, waits
+from cuboid.comm.journal import Account, Journal, explain, listed, unfinished, waits
 from cuboid.run.errors import RankError
 
 EXIT_CODE = 70  # of a rank that hangs where no exception reaches it
@@ -54,10 +54,10 @@ class Alarm:
 
 class Watch:
     """A context manager, on every rank. A rank may not wait longer than `limit` seconds, nor in a step (`step` > 0) be
-    busy for longer."""
+    busy for longer. `names`: what errors call the ranks; empty: by their numbers."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store, limit: float) -> None:
-        self.rank, self.size, self.limit = rank, size, limit
+    def __init__(self, rank: int, size: int, store: dist.Store, limit: float, names: Sequence[str] = ()) -> None:
+        self.rank, self.size, self.limit, self.names = rank, size, limit, names
         self.interval = min(max(limit / 50, 0.05), 2.0)
         self.grace = min(max(limit / 8, 1.0), 10.0)  # for others to answer
         self.step = 0
@@ -110,7 +110,8 @@ class Watch:
     ) -> None:
         if error is not None and error is not self._verdict:
             at = f" at step {self.step}" if self.step else ""
-            self.alarm(Alarm(self.rank, failure=f"rank {self.rank} failed{at}: {type(error).__name__}: {error}"))
+            who = listed([self.rank], self.names)
+            self.alarm(Alarm(self.rank, failure=f"{who} failed{at}: {type(error).__name__}: {error}"))
             _until(self._sent.is_set, self.grace)
         self._closed.set()
         self._wake.set()
@@ -164,7 +165,7 @@ class Watch:
 
     def _blame_keeper(self) -> None:
         """The verdict if the store is lost, when only this rank's own account is known."""
-        silent = "rank 0, which keeps the run's store, did not answer: stopped, dead or cut off"
+        silent = f"{listed([0], self.names)}, which keeps the run's store, did not answer: stopped, dead or cut off"
         self._judge("stalled", "\n  ".join([f"step {self.step}: {silent}", *waits(self.rank, self._account())]))
 
     # the store, which only this thread uses, because a request may hang
@@ -208,7 +209,7 @@ class Watch:
         _until(lambda: store.add(ANSWERS, 0) == self.size, self.grace)
         ranks = [rank for rank in range(self.size) if store.check([f"watch/{rank}"])]
         accounts = {rank: Account.read(json.loads(store.get(f"watch/{rank}"))) for rank in ranks}
-        mismatched, text = explain(accounts, self.size, alarm.differ)
+        mismatched, text = explain(accounts, self.size, alarm.differ, self.names)
         heard = f"\n  rank {self.rank} heard: {alarm.why}" if alarm.why else ""
         return "mismatched" if mismatched else "stalled", text + heard
 
@@ -218,12 +219,12 @@ class Watch:
 
 
 @contextmanager
-def watched(rank: int, size: int, limit: float) -> Iterator[Watch | None]:
+def watched(rank: int, size: int, limit: float, names: Sequence[str] = ()) -> Iterator[Watch | None]:
     """Watches the ranks of the default process group; yields None for a single rank or without a limit."""
     if size == 1 or not limit:
         yield None
         return
-    with Watch(rank, size, dist.distributed_c10d._get_default_store(), limit) as watch:
+    with Watch(rank, size, dist.distributed_c10d._get_default_store(), limit, names) as watch:
         yield watch
 
 

@@ -14,8 +14,8 @@ and of the weight gradients in it:
     beside        forwards beside backwards, with twice as many forwards ahead, plus one,   idle (p-1)(F+B)
                   so that both have their inputs when they begin
 
-The rest of a step takes v·m·(F+B). torch.distributed.pipelining makes the same tables, but privately, inside schedules
-that need its own stages and groups; the tests compare ours with them.
+The rest of a step takes v·m·(F+B). torch.distributed.pipelining makes the same tables, except for beside, but
+privately, inside schedules that need its own stages and groups; the tests compare ours with them.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -5,10 +5,15 @@ from pathlib import Path
 
 from cuboid import data
 from cuboid.device import any_gpu, gpu_at_hand
+from cuboid.model.cuboid import Policy
 from cuboid.plan.explain import nothing_fits, why
 from cuboid.plan.hardware import PRESETS, Hardware, load, of_gpu
-from cuboid.plan.layer import Work
+from cuboid.plan.layer import Choice, Work
+from cuboid.plan.pipeline import Pipelines
 from cuboid.plan.search import rank
+from cuboid.plan.sizes import Sizes
+from cuboid.plan.stage import StageCosts
+from cuboid.plan.step import prices_of
 from cuboid.run.started import local_ranks
 from cuboid.train.config import CuboidSection, DataSection, MemorySection, TrainConfig
 
@@ -70,6 +75,28 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
     else:
         chosen = replace(chosen, overlap=replace(chosen.overlap, split=()))
     return chosen, f"{why(ranking)} {guess}".rstrip()
+
+
+def planned_split(config: TrainConfig, machine: str) -> tuple[int, ...]:
+    """The blocks of each stage of a run's pipe, split by planned time or, if that does not fit, by memory. Empty if
+    that is evenly, or if the planner does not know the machine."""
+    d, m, cuboid = config.data, config.memory, config.cuboid_shape()
+    try:
+        hardware = load(machine) if machine else guessed_hardware(gpu_at_hand(local_ranks(cuboid.ranks)))[0]
+        config = config.computed_in(hardware.usual)
+        model = config.model_config(vocab_of(d))
+        batch = d.batch // d.micro_batches
+        work = Work(model, batch, d.seq, config.precision.dtype, d.micro_batches, config.model.freeze)
+        schedule = config.schedule_on(cuboid, config.overlap.sub_batches or 1)
+        choice = Choice(m.recompute, Policy(m.activations, m.weights, m.head_elements), schedule)
+        sizes = Sizes(model, [cuboid], hardware.node, batch, d.seq, hardware.group)
+        costs = StageCosts(prices_of(hardware, work, sizes), work, sizes, choice)
+    except ValueError:  # of another GPU, of a number format or of links without figures
+        return ()
+    found = Pipelines(costs, schedule, least="time")
+    if found.peak[0] > hardware.memory:
+        found = Pipelines(costs, schedule, least="memory")
+    return found.split(0)
 
 
 def for_ranks(config: TrainConfig, ranks: int, machine: str) -> tuple[TrainConfig, str]:

@@ -202,7 +202,7 @@ class OverlapSection:
         "1f1b", "with cuboid.pipe: the order of forwards and backwards of micro-batches"
     )
     stages: int = key(0, "with cuboid.pipe: stages of each rank; 0: two if interleaved, else one", at_least=0)
-    split: tuple[int, ...] = key((), "with cuboid.pipe: blocks of each stage, first to last; empty: evenly")
+    split: tuple[int, ...] = key((), "with cuboid.pipe: blocks of each stage, first to last; empty: by planned time")
 
 
 @dataclass(frozen=True)
@@ -328,6 +328,16 @@ class TrainConfig:
         split = o.split if cuboid.pipe == self.cuboid.pipe else ()
         pipeline = ("beside" if o.beside else o.pipeline, stages, split) if cuboid.pipe > 1 else ()
         return Schedule(o.prefetch, sub_batches, chunks, o.compile, o.beside, *pipeline)
+
+    def rank_names(self) -> list[str]:
+        """What errors call the ranks of a pipe: with their places, and their stages there. Empty without a pipe."""
+        cuboid, found = self.cuboid_shape(), list[str]()
+        stages = range(0, cuboid.pipe * self.schedule_on(cuboid).stages, cuboid.pipe)
+        for rank in range(cuboid.ranks if cuboid.pipe > 1 else 0):
+            place = cuboid.coordinates(rank)["pipe"]
+            here = ", ".join(str(place + first) for first in stages)
+            found.append(f"rank {rank} (place {place} of the pipe: stage{'s' * (len(stages) > 1)} {here})")
+        return found
 
     def computed_in(self, usual: str) -> "TrainConfig":
         """The configuration with a definite `precision.dtype`: the `usual` one if it is auto."""

@@ -374,7 +374,7 @@ def train(
     world: World, config: TrainConfig, folder: Path | None, resume: Path | None, trace: int = 0, force: bool = False
 ) -> Outcome | None:
     """`run_on_rank` under the watchdog."""
-    with watched(world.rank, world.size, config.watch.timeout) as watch:
+    with watched(world.rank, world.size, config.watch.timeout, config.rank_names()) as watch:
         return run_on_rank(replace(world, watch=watch), config, folder, resume, trace, force)
 
 

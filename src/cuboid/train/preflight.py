@@ -6,6 +6,7 @@ plan is clearly above what is free, and the run would have failed.
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from math import ceil
 
@@ -21,6 +22,7 @@ from cuboid.plan.search import shapes
 from cuboid.plan.sizes import Sizes
 from cuboid.run.launch import World
 from cuboid.run.started import local_ranks
+from cuboid.step.pipeline import bubble, orders
 from cuboid.train.auto import vocab_of
 from cuboid.train.config import TrainConfig
 from cuboid.train.layout import schedule_of
@@ -151,6 +153,26 @@ def _in_micro_batches(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     for count in range(d.micro_batches + 1, d.batch // config.cuboid.replicas + 1):
         if d.batch % (count * config.cuboid.replicas) == 0:
             yield f"--set data.micro_batches={count}", replace(config, data=replace(d, micro_batches=count))
+
+
+def idle_places(config: TrainConfig) -> str:
+    """A warning if a pipe has fewer micro-batches than places, else ""."""
+    d, cuboid = config.data, config.cuboid_shape()
+    schedule, count, places = config.schedule_on(cuboid), d.micro_batches, cuboid.pipe
+    if count >= places:
+        return ""
+    seconds = {"F": 1, "B": 1 if schedule.pipeline == "zero-bubble" else 2, "W": 1}  # a forward's, roughly
+    idle = bubble(orders(schedule, places, count), lambda move: seconds[move.kind])
+    fits = []
+    for n in range(places, d.batch // cuboid.replicas + 1):
+        with suppress(ValueError):  # not with this schedule
+            orders(schedule, places, n)
+            fits += [n] * (d.batch % (n * cuboid.replicas) == 0)
+    use = f"--set data.micro_batches={fits[0]}" if fits else "a larger data.batch"
+    return (
+        f"{count} micro-batch{'es' * (count > 1)} on a pipe of {places} places: about {idle:.0%} of a step is idle; "
+        f"use {use}, or a shorter pipe"
+    )
 
 
 def crowd(local: int) -> str:
