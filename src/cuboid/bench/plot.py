@@ -54,7 +54,12 @@ def draw(result: Result, folder: Path) -> list[Path]:
     where = f"{EngFormatter('bit/s')(bits_per_second(rates[0]))} per host" if rates[0] else "unshaped links"
     slow = result.rows[0].slow
     where += f", emulated devices {slow.hardware.name}" if slow is not None else ""
-    figure.suptitle(f"cuboid bench {result.bench}: {sizes[-1]} ranks, {where}", x=0.01, ha="left")
+    title = f"cuboid bench {result.bench}: {sizes[-1]} ranks, {where}"
+    if slow is not None and slow.shrink > 1:
+        hidden, tokens = first.problem.config.hidden, first.problem.tokens
+        title += f"\nhidden {hidden:,} and {tokens:,} tokens stand for {hidden * slow.shrink:,.0f} and "
+        title += f"{tokens * slow.shrink:,.0f}; a step takes {slow.times:,.0f} × as long, sends 1/{slow.shrink**2:,.0f}"
+    figure.suptitle(title, x=0.01, ha="left")
     return _save(figure, folder / result.bench)
 
 
