@@ -14,6 +14,7 @@ from cuboid import (
     MLP,
     Attention,
     CuboidParallel,
+    Embedding,
     LayerModule,
     Mesh,
     Model,
@@ -21,7 +22,6 @@ from cuboid import (
     Norm,
     Parallel,
     Stage,
-    Table,
     World,
     chain,
     launch,
@@ -51,8 +51,8 @@ class Encoder(Model):
     def __init__(self, parallel: Parallel, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(parallel)
         c = parallel.config
-        self.embed = Table(parallel, c.vocab, c.hidden, c.init_std)
-        self.positions = Table(parallel, c.context, c.hidden, c.init_std)
+        self.embed = Embedding(parallel, c.vocab, c.hidden, c.init_std)
+        self.positions = Embedding(parallel, c.context, c.hidden, c.init_std)
         self.norm = Norm(parallel, c.hidden, bias=True)
         self.blocks = nn.ModuleList(EncoderBlock(parallel) for _ in range(c.layers))
         self.finish(seed, dtype)

@@ -34,7 +34,7 @@ BIN = Path(sys.executable).parent
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
 SLOW = ("cluster.md", "emulation.md")
 #: Methods whose docstrings have yet to name their arguments.
-UNNAMED = ("LayerModule.forward", "Table.lookup", "Model.player_of", "Schedule.fuse", "Schedule.stored")
+UNNAMED = ("LayerModule.forward", "Embedding.lookup", "Model.player_of", "Schedule.fuse", "Schedule.stored")
 UNNAMED += ("Loss.parts", "Loss.merge", "Loss.gradient")
 
 

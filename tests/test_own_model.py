@@ -14,6 +14,7 @@ from cuboid import (
     At,
     Cuboid,
     CuboidParallel,
+    Embedding,
     LayerModule,
     Linear,
     Mesh,
@@ -25,7 +26,6 @@ from cuboid import (
     Schedule,
     Serial,
     Stage,
-    Table,
     World,
     chain,
     fork,
@@ -180,7 +180,11 @@ class Broken(Model):
     def __init__(self, parallel: Parallel, stages: Layers) -> None:
         super().__init__(parallel)
         c = parallel.config
-        self.embed, self.norm, self.mlp = Table(parallel, c.vocab, c.hidden, 0.1), Norm(parallel, c.hidden, True), None
+        self.embed, self.norm, self.mlp = (
+            Embedding(parallel, c.vocab, c.hidden, 0.1),
+            Norm(parallel, c.hidden, True),
+            None,
+        )
         self.mlp = MLP(parallel)
         self._stages = stages
         self.finish()
@@ -351,5 +355,5 @@ def test_unfinished_model_says_so() -> None:
 
 
 def test_linear_rejects_unknown_way() -> None:
-    with pytest.raises(ValueError, match="say into"):
+    with pytest.raises(ValueError, match="use into"):
         Linear(Serial(CONFIG), "onto", 4, 8, False, 0.1)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cuboid.model.config import ModelConfig, RopeScaling
     from cuboid.model.cuboid import CuboidParallel, Policy
     from cuboid.model.hf import from_pretrained, save_pretrained
-    from cuboid.model.nn import MLP, Attention, Block, LayerModule, Linear, Model, Norm, Table
+    from cuboid.model.nn import MLP, Attention, Block, Embedding, LayerModule, Linear, Model, Norm
     from cuboid.model.parallel import Parallel
     from cuboid.model.transformer import Transformer
     from cuboid.run.launch import Pool, World, launch
@@ -34,7 +34,7 @@ else:
             "model.config": "ModelConfig RopeScaling",
             "model.cuboid": "CuboidParallel Policy",
             "model.hf": "from_pretrained save_pretrained",
-            "model.nn": "MLP Attention Block LayerModule Linear Model Norm Table",
+            "model.nn": "MLP Attention Block LayerModule Linear Model Norm Embedding",
             "model.parallel": "Parallel",
             "model.transformer": "Transformer",
             "run.launch": "Pool World launch",
@@ -51,6 +51,7 @@ __all__ = [
     "Block",
     "Cuboid",
     "CuboidParallel",
+    "Embedding",
     "LayerModule",
     "Linear",
     "Loss",
@@ -67,7 +68,6 @@ __all__ = [
     "Serial",
     "Spec",
     "Stage",
-    "Table",
     "Transformer",
     "World",
     "chain",

@@ -72,7 +72,9 @@ class Linear(Module):
     def __init__(self, parallel: Parallel, way: str, n: int, k: int, bias: bool, std: float) -> None:
         super().__init__(parallel)
         if way not in ("into", "out_of"):
-            raise ValueError(f"a Linear goes {way!r}; say into (it leaves the residual stream) or out_of (it returns)")
+            raise ValueError(
+                f"a Linear has way={way!r}; use into (it leaves the residual stream) or out_of (it returns)"
+            )
         weight: Role = "into.weight" if way == "into" else "out_of.weight"
         self.weight = self.declare("weight", weight, n, k, std=std)
         self.bias = self.declare("bias", "into.bias" if way == "into" else "out_of.bias", n) if bias else None
@@ -80,7 +82,7 @@ class Linear(Module):
         self.affine = Affine(self.weight, self.bias, (n, k), way)
 
 
-class Table(Module):
+class Embedding(Module):
     """An embedding `[rows, d]`, which can also be the head's weight.
 
     Args:
@@ -95,13 +97,13 @@ class Table(Module):
         super().__init__(parallel)
         self.rows, self.weight = rows, self.declare("weight", "table", rows, d, std=std, pipe=pipe)
 
-    def lookup(self, positions: "Table | None" = None) -> Layer:
+    def lookup(self, positions: "Embedding | None" = None) -> Layer:
         """ids -> residual: the tokens' rows, plus those of their positions."""
-        tables = [self] if positions is None else [self, positions]
-        return self.parallel.embed([table.weight for table in tables], [table.rows for table in tables])
+        both = [self] if positions is None else [self, positions]
+        return self.parallel.embed([each.weight for each in both], [each.rows for each in both])
 
     def logits(self) -> Layer:
-        """residual -> logits, the product with every row."""
+        """residual -> logits, the matmul with all rows."""
         return self.parallel.logits(self.weight, self.rows)
 
     def head_loss(self) -> Layer:

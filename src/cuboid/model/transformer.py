@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cuboid.mesh.place import Place
 from cuboid.model.freeze import Trained, matching, parameter_names
 from cuboid.model.module import declared
-from cuboid.model.nn import Block, Model, Norm, Table
+from cuboid.model.nn import Block, Embedding, Model, Norm
 from cuboid.model.parallel import Parallel
 from cuboid.step.op import chain, recomputed
 from cuboid.step.runner import At, Stage
@@ -48,17 +48,18 @@ class Transformer(Model):
         pipe, stages = parallel.mesh.pipe, self.split.stages(parallel.mesh.pipe.index)
         first, last, blocks = 0 in stages, self.split.last in stages, nn.ModuleList()
         shared = (0, pipe.size - 1) if c.tied and pipe.size > 1 else ()
-        self.embed = Table(parallel, c.vocab, c.hidden, c.init_std, shared) if first or (last and c.tied) else None
-        self.positions = Table(parallel, c.context, c.hidden, c.init_std) if first and not c.rotary else None
+        has_embedding = first or (last and c.tied)
+        self.embed = Embedding(parallel, c.vocab, c.hidden, c.init_std, shared) if has_embedding else None
+        self.positions = Embedding(parallel, c.context, c.hidden, c.init_std) if first and not c.rotary else None
         for i in (i for stage in stages for i in self.split.layers(stage)):  # named as without a pipe
             blocks.add_module(str(i), Block(parallel, str(i), recompute == "selective"))
         self.blocks: Sequence[Block] = blocks  # type: ignore[assignment]
         self.norm = Norm(parallel, c.hidden, c.norm_bias) if last else None
-        self.head = Table(parallel, c.vocab, c.hidden, c.init_std) if last and not c.tied else None
+        self.head = Embedding(parallel, c.vocab, c.hidden, c.init_std) if last and not c.tied else None
         self.finish(seed, dtype, wraps=bool(c.tied))
 
     @property
-    def classifier(self) -> Table:
+    def classifier(self) -> Embedding:
         """The head's weight: its own, or the embedding if they are tied."""
         table = self.embed if self.head is None else self.head
         assert table is not None, "the last stage has the head"
