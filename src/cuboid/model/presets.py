@@ -1,5 +1,7 @@
 """Models of known sizes, as published."""
 
+from difflib import get_close_matches
+
 from cuboid.model.config import ModelConfig, RopeScaling
 
 
@@ -83,3 +85,12 @@ PRESETS: dict[str, ModelConfig] = {
     "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tied=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288, tied=False),
 }
+
+
+def nearest_preset(name: str, guess: bool = True) -> str:
+    """The preset that a name, or the last part of a name such as "owner/name", begins; with `guess` also one of similar
+    spelling. Empty if there is none."""
+    last = name.rpartition("/")[2].lower()
+    near = [each for each in PRESETS if len(last) > 2 and each.startswith(last)]
+    near = near or (get_close_matches(last, PRESETS, 1) if guess else [])
+    return near[0] if near else ""

@@ -1,12 +1,11 @@
 """Reads the model to plan for: a preset, or the config.json of a Hugging Face model."""
 
 import json
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from cuboid.model.config import ModelConfig
-from cuboid.model.presets import PRESETS
+from cuboid.model.presets import PRESETS, nearest_preset
 
 #: Their names for our sizes, by their model_type.
 _LLAMA = {
@@ -38,8 +37,8 @@ def model(name: str) -> ModelConfig:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        near = [each for each in PRESETS if each.startswith(name)] or get_close_matches(name, PRESETS, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        near = nearest_preset(name)
+        hint = f"did you mean {near}? " if near else ""
         raise ValueError(
             f"model {name!r} is neither a preset nor a config.json; {hint}cuboid config --presets lists the presets"
         )
