@@ -136,7 +136,7 @@ def test_bench_pictures_name_schedules_and_layouts(tmp_path: Path) -> None:
     [
         (["pipeline", "--cores", "--ranks", "4"], "--cores has two ranks that compute; leave out --ranks"),
         (["pipeline", "--only", "2f2b"], "start of none of gpipe"),
-        (["groups", "--emulate", "v100-edr/1000"], "no two groups of hosts for 8 ranks; say node=2,group=2,uplink="),
+        (["groups", "--emulate", "v100-edr/1000"], "no two groups of hosts for 8 ranks; give node=2,group=2,uplink="),
         (["groups", "--ranks", "4"], "no two groups of hosts for 4 ranks"),
     ],
 )

@@ -18,7 +18,7 @@ from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
 from cuboid.plan import hardware
 from cuboid.plan.calibrate import Calibration, across_hosts, calibrate
-from cuboid.plan.calibrate.fitting import fit, fit_links, fit_products
+from cuboid.plan.calibrate.fitting import fit, fit_links, fit_matmuls
 from cuboid.plan.calibrate.timing import Bench, Sample, Scale, Settings, time_processor
 from cuboid.plan.layer import Work
 from cuboid.plan.search import Ranking, rank
@@ -68,7 +68,7 @@ def test_plan_cli_exports_published_as_json() -> None:
 def test_plan_cli_one_device_has_no_corner_plans() -> None:
     said = run("plan", *SMALL, "--ranks", "1", "--hardware", "cpu", "--dtype", "fp32")
     assert "1 device of cpu" in said
-    assert "The corners" not in said
+    assert "Well-known layouts" not in said
     assert "Its limit is" in said
 
 
@@ -180,11 +180,11 @@ def test_calibrate_fit_recovers_known_factors() -> None:
 
 def test_calibrate_matmul_fit_uses_flops_alone_if_noisy() -> None:
     shapes = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 1, 2)]
-    factors, error = fit_products(shapes, [3 * 2 * m * n * k + 5 * 2 * m * n + 7 for m, n, k in shapes])
+    factors, error = fit_matmuls(shapes, [3 * 2 * m * n * k + 5 * 2 * m * n + 7 for m, n, k in shapes])
     assert factors == pytest.approx([3, 5, 7])
     assert error == pytest.approx(0)
     # twice the FLOPs in half the time: f = Σr / Σr² has the least Σ (f·r - 1)²; r = FLOPs / seconds = 1, 1, 4, 4
-    factors, error = fit_products(shapes, [2, 4, 1, 2])
+    factors, error = fit_matmuls(shapes, [2, 4, 1, 2])
     assert factors == pytest.approx([10 / 34, 0, 0])
     assert error == pytest.approx((12 / 17 + 3 / 17) / 2)
 
@@ -194,7 +194,7 @@ def test_calibrate_measures_usable_hardware(pool) -> None:
     small = ModelConfig("gpt2", layers=1, hidden=64, heads=4, vocab=64, context=32)
     found, none = pool(2).run(calibrate, Settings(small, 64), "here")
     assert none is None
-    assert {"products", "all_gather inside", "reduce_scatter inside", "one real layer"} <= found.errors.keys()
+    assert {"matmuls", "all_gather inside", "reduce_scatter inside", "one real layer"} <= found.errors.keys()
     assert found.seconds > 0
     assert found.hardware.rate["fp32"] > 0
     assert 0 <= found.hardware.slowdown <= 1

@@ -45,7 +45,7 @@ def test_preflight_runs_below_a_limit_and_rejects_above(text: Path, cuboid: Comm
     said = cuboid("train", *sets(settings(text, *ONE_STEP)))
     assert said.code == 2
     assert said.out == ""  # no rank was started
-    for words in ("a rank needs", "2 of them on this host", "are free", "--force starts it regardless"):
+    for words in ("a rank needs", "the 2 ranks of this host need", "are free", "--force starts it regardless"):
         assert words in said.err
     said = cuboid("train", "--force", *sets(settings(text, *ONE_STEP)))
     assert said.code == 0

@@ -219,7 +219,7 @@ def test_for_ranks_takes_listed_cuboid(text: Path) -> None:
         found, why = for_ranks(config, ranks, "")
         assert found.cuboid_shape() == expected
         assert found.other_cuboids() == config.other_cuboids()
-        assert why == f"there are {ranks} ranks, not the 8 of 2,2,2: {expected} of cuboid.others"
+        assert why == f"there are {ranks} ranks, not the 8 of 2,2,2; taking {expected} from cuboid.others"
 
 
 def test_for_ranks_takes_listed_pipe(text: Path) -> None:
@@ -232,7 +232,7 @@ def test_for_ranks_takes_listed_pipe(text: Path) -> None:
         found.check()
         assert found.cuboid_shape() == expected
         assert found.schedule_on(expected).split == split
-        assert why == f"there are {ranks} ranks, not the 4 of 1,2,1 pipe=2: {expected} of cuboid.others"
+        assert why == f"there are {ranks} ranks, not the 4 of 1,2,1 pipe=2; taking {expected} from cuboid.others"
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 6, 16])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tiny import Cuboid
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from cuboid.cli import app
 from cuboid.cli.group import GROUPS
@@ -38,6 +39,9 @@ WRONG = [
     ("train --set optimizer.lr", "write key=value"),
     ("train --set precision.dtype=int8", 'one of "auto", "fp32", "bf16", "fp16"'),
     ("train llama-3-8b", "--preset llama-3-8b"),
+    ("train gpt2", "--preset gpt2-124m"),
+    ("train Qwen/Qwen3-0.6B", "--preset qwen3-0.6b"),
+    ("plan meta-llama/Llama-3-8B", "did you mean llama-3-8b?"),
     ("train text.txt", "--set data.paths=text.txt"),
     ("train --preset gpt5", "There are gpt2-124m"),
     ("train --preset gpt2", 'did you mean "gpt2-124m"?'),
@@ -55,7 +59,7 @@ WRONG = [
     ("plan llama-3-8b --explain 2,2,2,2", "write x,y,z such as 2,2,2"),
     (f"checkpoint list {300 * 'a'}", "too long for the name of a file"),
     ("bench", "one of strong, weak, layouts"),
-    ("bench speed", "There are strong, weak, layouts"),
+    ("bench speed", "Commands: strong, weak, layouts"),
     ("bench layouts --cuboid 2,2,2", "write --only 'cuboid 2,2,2'"),
     ("bench layouts --rounds few", "--rounds"),
     ("verify --cuboid 2,2,2 --ranks 4", "leave one of them out"),
@@ -68,7 +72,7 @@ WRONG = [
     ("data text.txt", "cuboid data build text.txt"),
     ("data build text.txt", "cuboid data build needs --out"),
     ("data build text.txt --out tokens --vocab 32000", "write --tokenizer FILE"),
-    ("checkpoint delete run", "There are list, verify, prune"),
+    ("checkpoint delete run", "Commands: list, verify, prune"),
     ("export run", "cuboid export needs OUT"),
     ("config --get optimizer.lr", "write --show"),
     ("sample runs/nope", "There are runs/demo"),
@@ -168,6 +172,17 @@ def test_help_has_examples_that_parse() -> None:
             found, child, rest = group.resolve_command(context, words)  # type: ignore[attr-defined]
             with child.make_context(found, rest, parent=context):
                 pass
+
+
+def test_help_indents_examples() -> None:
+    shown = 0
+    for words, _ in commands():
+        lines = CliRunner().invoke(app, [*words.split()[1:], "--help"]).output.splitlines()
+        start = next((i for i, line in enumerate(lines) if line.strip() == "Examples:"), None)
+        if start is not None:
+            shown += 1
+            assert lines[start + 1].startswith("   "), words
+    assert shown > 10
 
 
 def test_list_of_commands_knows_what_each_does() -> None:

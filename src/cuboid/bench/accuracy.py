@@ -33,8 +33,9 @@ def on_mesh(
     return make(model, Mesh(cuboid, world.rank, world.device))
 
 
+ALONE = "one device"
 LAYOUTS: dict[str, tuple[int, MakeParallel]] = {
-    "serial": (1, on_one_device),
+    ALONE: (1, on_one_device),
     "1-D on 4 ranks": (4, partial(on_mesh, OneD, Cuboid(1, 4, 1))),
     "2-D, 2×2": (4, partial(on_mesh, TwoD, Cuboid(1, 2, 2))),
     "2.5-D, 2×2×2": (8, partial(on_mesh, TwoD, Cuboid(2, 2, 2))),
@@ -57,9 +58,10 @@ def curve(world: World, config: TrainConfig, layout: MakeParallel, name: str) ->
 
 
 def accuracy(steps: int, out: Path, console: Console, only: Sequence[str] = ("",)) -> None:
-    """Trains the demo's model on its text, with dropout, in fp32: on one device, and on layouts whose names start with
-    one of `only`."""
-    asked = ["serial", *begin_with(only, list(LAYOUTS))]
+    """Trains `cuboid train`'s default model on its text, with dropout, in fp32: on one device, and on layouts whose
+    names start with one of `only`."""
+    only = [ALONE if name == "serial" else name for name in only]  # its earlier name
+    asked = [ALONE, *begin_with(only, list(LAYOUTS))]
     chosen = {name: who for name, who in LAYOUTS.items() if name in asked}
     config = load(None, [f"schedule.steps={steps}", f"schedule.warmup={min(steps, 20)}", "model.dropout=0.1"])
     report = BenchReport("accuracy", asdict(config))
@@ -67,13 +69,13 @@ def accuracy(steps: int, out: Path, console: Console, only: Sequence[str] = ("",
     for name, (ranks, layout) in chosen.items():
         with Pool(ranks) as pool:
             curves[name] = pool.run(curve, config, layout, name)[0]
-    apart = {name: furthest(curves["serial"], losses) for name, losses in curves.items()}
-    found = {"steps": steps, "largest_relative_difference_to_serial": apart, "losses": curves}
+    apart = {name: furthest(curves[ALONE], losses) for name, losses in curves.items()}
+    found = {"steps": steps, "largest_relative_difference_to_one_device": apart, "losses": curves}
     report.write(out / "accuracy.json", found)
-    plot_curves(curves, out / "accuracy.png", f"{steps} steps of the demo's model, one curve per layout")
+    plot_curves(curves, out / "accuracy.png", f"{steps} steps of cuboid train's default model, one curve per layout")
     for name, losses in curves.items():
         console.print(
-            f"{name:16} loss {losses[0]:.4f} → {losses[-1]:.4f}, from serial's at most {apart[name]:.1e}",
+            f"{name:16} loss {losses[0]:.4f} → {losses[-1]:.4f}, from one device's at most {apart[name]:.1e}",
             highlight=False,
         )
     console.print(str((out / "accuracy.png").absolute()), soft_wrap=True, highlight=False)

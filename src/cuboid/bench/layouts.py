@@ -103,7 +103,7 @@ class Layout:
         if self.choice is not None:
             many = f", {self.micro_batches} micro-batches" * (self.micro_batches > 1)
             return f"{way} {k}" + f", {self.choice.schedule.pipeline}" * (k.pipe > 1) + many
-        return f"{way} {k}{order}" + ("" if self.overlap else ", nothing hidden")
+        return f"{way} {k}{order}" + ("" if self.overlap else ", no overlap")
 
     def cost(self, problem: Problem, rank: int) -> Cost:
         """The cost of one step on one rank, by formula."""

@@ -74,7 +74,7 @@ def show(found: Calibration, console: Console, out: Path) -> None:
             table.add_row(kind, where, *times, f"{found.errors[f'{kind} {where}']:.0%}")
     (precision, rate), (forward, backward) = next(iter(hw.rate.items())), hw.attention
     console.print(
-        f"Matmuls {quantity(rate)}FLOP/s in {precision} (fit error {found.errors['products']:.0%}), attention "
+        f"Matmuls {quantity(rate)}FLOP/s in {precision} (fit error {found.errors['matmuls']:.0%}), attention "
         f"{forward:.0%} and {backward:.0%} of it, elementwise {quantity(hw.stream)}B/s, an operation "
         f"{hw.launch * 1e6:.3g} µs; compute loses {hw.slowdown:.0%} while something is in flight; real layers to "
         f"{found.errors['one real layer']:.0%}.",

@@ -187,7 +187,7 @@ def explain(error: Any) -> str:
         if not hint and ctx.parent is not None and Path(typed[1]).exists():  # a file where a command belongs
             hint = f"{path} {names[0]} {typed[1]}"
         rest = f"; did you mean {hint}?" if hint else "."
-        return f"{path} has no command {typed[1]!r}{rest} There are {', '.join(names)}"
+        return f"{path} has no command {typed[1]!r}{rest} Commands: {', '.join(names)}"
     if extra := re.search(r"extra arguments?(?:\(s\))? \((.*)\)", message):
         if re.fullmatch(r"[\d ]+", extra[1]):
             return f"{path} does not take {extra[1]!r} here; write sizes with commas, such as --cuboid 2,2,2"

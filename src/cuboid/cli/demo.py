@@ -1,5 +1,8 @@
 """`cuboid demo`: what Cuboid does, in a few minutes on two cores."""
 
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,11 +67,20 @@ def show(console: Console, found: "DemoResult", folder: Path) -> None:
     )
     console.print(f"  curves     {folder / 'curves.png'}\n  figures    {folder / 'demo.json'}")
     console.print(
-        f"Next:\n"
+        f"Next{activation()}:\n"
         f"  cuboid sample {folder} --prompt 'class '\n"
         f"  cuboid train --resume {folder} --cuboid 8,1,1 --set schedule.steps={2 * second.last}\n"
         f"  cuboid plan llama-3-8b --ranks 64 --hardware h100-ndr --batch 128 --seq 8192"
     )
+
+
+def activation() -> str:
+    """What to do before the commands of "Next", if the shell would not find them."""
+    script = Path(sys.prefix) / "bin" / "activate"
+    if shutil.which("cuboid") is not None or sys.prefix == sys.base_prefix or not script.is_file():
+        return ""
+    near = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
+    return f", after `. {shlex.quote(str(near))}`"
 
 
 def table(found: "DemoResult") -> Table:

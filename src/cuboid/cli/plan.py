@@ -102,7 +102,7 @@ def plan(
         bool, option("Also run the code of one rank without data, and count.", OUTPUT, flag="--dry-run")
     ] = False,
     plot: Annotated[
-        Path | None, option("Also draw the ranking, and a map of devices × batch, to this PNG.", OUTPUT)
+        Path | None, option("Also draw the ranking, and a map of devices × batch, into this folder.", OUTPUT)
     ] = None,
     as_json: Annotated[bool, option("Print JSON.", OUTPUT, flag="--json")] = False,
     literature: Annotated[bool, option("Instead: predict published measurements.", OUTPUT, flag="--published")] = False,
@@ -125,7 +125,7 @@ def plan(
     Examples:
       cuboid plan llama-3-8b --ranks 64 --batch 128 --seq 8192
       cuboid plan llama-3-8b --ranks 64 --explain 4,2,2
-      cuboid plan big.toml --hardware hardware.json --plot plan.png
+      cuboid plan big.toml --hardware hardware.json --plot pictures/
     """
     console = Console() if sys.stdout.isatty() else Console(width=220)
     if literature:
@@ -331,7 +331,9 @@ def show(ranking: Ranking, console: Console, top: int, only: Cuboid | None) -> N
     first = [("", plan) for plan in ranking.plans[:top]]
     console.print(_table(ranking, first, "Fastest first" if only is None else "Its fastest order and choice"))
     if only is None and ranking.devices > 1:
-        console.print(_table(ranking, [(name, plan) for name, plan in ranking.corners.items() if plan], "The corners"))
+        console.print(
+            _table(ranking, [(name, plan) for name, plan in ranking.corners.items() if plan], "Well-known layouts")
+        )
         for name, plan in ranking.corners.items():
             if plan is None:
                 console.print(corner(ranking, name), highlight=False)

@@ -29,6 +29,8 @@ def sample(
 ) -> None:
     """Continue a prompt with a trained model.
 
+    The text is printed as it grows. The same seed gives the same text on every cuboid.
+
     Examples:
       cuboid sample runs/NAME --prompt 'class '
       cuboid sample runs/NAME --temperature 0.8 --top-k 50 --cuboid 1,2,2

@@ -290,8 +290,8 @@ def show(outcome: Outcome) -> None:
         console.print(outcome.sample)
         console.rule()
     console.print(
-        f"{outcome.steps} steps in {duration(outcome.seconds)}. Validation loss {outcome.val_loss:.4f} nats per token; "
-        f"of a model that knows only token frequencies: {outcome.unigram:.4f}"
+        f"{outcome.steps} steps in {duration(outcome.seconds)}. Validation loss {outcome.val_loss:.4f} nats per token "
+        f"(token frequencies alone: {outcome.unigram:.4f})"
     )
     files = [
         ("plot", folder / "plot.png"),

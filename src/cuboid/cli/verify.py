@@ -229,7 +229,7 @@ def show(console: Console, case: Case, report: Report) -> None:
     console.print(
         f"{c.family}: {c.layers} layers, hidden {c.hidden}, {c.heads} heads ({c.kv_heads} of keys), ffn {c.ffn}, "
         f"vocab {c.vocab}, {c.parameters:,} parameters; batch {case.batch} × {case.seq}; {case.dtype}\n"
-        f"cuboid {case.cuboid} on {case.cuboid.ranks} ranks against serial: "
+        f"cuboid {case.cuboid} on {case.cuboid.ranks} ranks against one device: "
         f"loss {report.loss:.6f}, gradient norm {report.gradient_norm:.6f}",
         highlight=False,
     )
@@ -254,7 +254,7 @@ def show(console: Console, case: Case, report: Report) -> None:
     console.print(f"On every rank, calls and bytes {verdict}.", highlight=False)
     balance = Table(
         "per rank",
-        "serial / P",
+        "one device / P",
         "mean",
         "max / mean",
         "max / share",
@@ -285,7 +285,7 @@ def show(console: Console, case: Case, report: Report) -> None:
 TRANSIENTS = {
     "comm.collectives": "gathered operands, buffers in flight",
     "step.weights": "gathered weights, their gradients",
-    "layers.product": "partial products",
+    "layers.product": "partial sums of matmuls",
     "layers.head": "the head's chunk of logits",
     "layers.loss": "the head's chunk of logits",
 }

@@ -46,7 +46,8 @@ class Parallel(Protocol):
 
     def place(self, batch: int, seq: int, start: int = 0, decode: bool = False) -> Place:
         """This rank's slice of a batch, of ids and targets alike: `batch` sequences of `seq` tokens, from position
-        `start` on. A step of decoding (`decode`) pads the batch instead of splitting the sequence."""
+        `start` on. A step of decoding (`decode`) pads the batch instead of splitting the sequence. Raises ValueError if
+        the ranks cannot split such a batch, or the model has no such positions."""
 
     def embed(self, tables: Sequence[nn.Parameter], rows: Sequence[int]) -> Layer:
         """ids -> residual: rows of the token embedding, the first of `tables`, plus, if there is a second one, of the
@@ -71,7 +72,7 @@ class Parallel(Protocol):
         from those of other layers."""
 
     def logits(self, weight: nn.Parameter, rows: int) -> Layer:
-        """residual -> logits, the products with an embedding's `weight`, of `rows` rows, sharded as `Place.logits`
+        """residual -> logits, the matmul with an embedding's `weight`, of `rows` rows, sharded as `Place.logits`
         says."""
 
     def head_loss(self, weight: nn.Parameter, rows: int) -> Layer:

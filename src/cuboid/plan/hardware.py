@@ -232,7 +232,7 @@ _NCCL = "latencies: the constants of NCCL's own tuning model (graph/tuning.cc), 
 
 #: Of every GPU preset.
 _GPU = {
-    "depth, launch": "assumed: a product costs as if it had 128 features more, a kernel takes 5 µs to start",
+    "depth, launch": "assumed: a matmul costs as if it had 128 features more, a kernel takes 5 µs to start",
     "slowdown": "assumed; NCCL's kernels take 16 to 20 of a GPU's 80 to 132 multiprocessors",
     "direct": "NCCL's reduce-scatters are rings",
     "one_wire": "NVLink and network cards are apart",

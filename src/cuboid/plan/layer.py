@@ -110,7 +110,7 @@ class TimedLayer:
             n_j = n / out.blocks
             sides = {1: (m, n_j, k_i), 2: (m, k_i, n_j), 3: (n_j, k_i, m)}[equation]
             seconds = out.blocks * k_blocks * self.tape.prices.product(*sides)
-            self.tape.compute("products", seconds * (n > 0))
+            self.tape.compute("matmuls", seconds * (n > 0))
             if equation == 3:
                 self.tape.dW += seconds * (n > 0)
             self.tape.flops += 2 * m * n * k

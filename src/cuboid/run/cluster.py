@@ -116,7 +116,9 @@ class Links:
         for rate in (self.between, self.inside, self.uplink, *(rate for _, rate in self.slow)):
             _shape(rate)
         if self.uplink and not self.group:
-            raise ValueError(f"uplink={self.uplink!r} joins groups of hosts; say how many hosts a group has")
+            raise ValueError(
+                f"uplink={self.uplink!r} joins groups of hosts; give group=N, the number of hosts in a group"
+            )
 
     def of_host(self, host: int) -> str:
         return dict(self.slow).get(host, self.between)

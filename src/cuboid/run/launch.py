@@ -34,8 +34,8 @@ from cuboid.run.watch import Watch
 
 TIMEOUT = 600.0  # seconds, of a collective
 SIGILL_HINT = (
-    "; the processor refused an instruction: where a virtual machine shows AMX but does not have it, bf16 matmuls "
-    "work with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 in the environment"
+    "; the processor does not support an instruction: where a virtual machine shows AMX but does not have it, "
+    "bf16 matmuls work with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 in the environment"
 )
 
 

@@ -110,7 +110,7 @@ def for_ranks(config: TrainConfig, ranks: int, machine: str) -> tuple[TrainConfi
         if k.ranks == ranks:
             sizes = replace(config.cuboid, x=k.x, y=k.y, z=k.z, replicas=k.replicas, pipe=k.pipe)
             overlap = config.overlap if k.pipe == wanted.pipe else replace(config.overlap, split=())
-            return replace(config, cuboid=sizes, overlap=overlap), f"{short}: {k} of cuboid.others"
+            return replace(config, cuboid=sizes, overlap=overlap), f"{short}; taking {k} from cuboid.others"
     try:
         changed, reason = planned(config, ranks, machine)
     except ValueError as error:

@@ -17,7 +17,7 @@ from cuboid.dtypes import SPELLINGS
 from cuboid.mesh.cuboid import AXES, EARLIER, Cuboid
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.freeze import Trained
-from cuboid.model.presets import PRESETS
+from cuboid.model.presets import PRESETS, nearest_preset
 from cuboid.step.pipeline import Split, orders
 from cuboid.step.schedule import Schedule
 from cuboid.train.keys import RenamedKey, assignment, build, flatten, key, keys, toml, value_of, write
@@ -242,7 +242,7 @@ class WatchSection:
 
     timeout: float = key(
         300.0,
-        "seconds until a stalled rank ends the run, which names that rank; 0: never",
+        "seconds that ranks wait for a stalled one; then the run ends and names it; 0: forever",
         at_least=0,
         at_most=1e6,
     )
@@ -449,8 +449,8 @@ def _read(path: Path) -> dict[str, Any]:
         hint = _nearest_file(path) or "; cuboid config --show prints one to begin with"
         if "=" in str(path):
             hint = f"; write --set {path}: every key=value has a --set of its own"
-        if str(path) in PRESETS:
-            hint = f"; to train that known model write --preset {path}"
+        if preset := nearest_preset(str(path), guess=False):
+            hint = f"; to train that known model write --preset {preset}"
         raise ValueError(f"config file {path} does not exist{hint}") from None
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror}; give a TOML file") from None
@@ -471,8 +471,8 @@ def _preset(name: str) -> dict[str, Any]:
     if not name:
         return {}
     if name not in PRESETS:
-        near = [each for each in PRESETS if each.startswith(name)] or get_close_matches(name, PRESETS, 1)
-        hint = f"did you mean {toml(near[0])}? " if near else ""
+        near = nearest_preset(name)
+        hint = f"did you mean {toml(near)}? " if near else ""
         raise ValueError(f"model.preset = {toml(name)} is not known; {hint}There are {', '.join(PRESETS)}")
     return _model_keys(PRESETS[name])
 

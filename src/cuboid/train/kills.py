@@ -60,10 +60,10 @@ def survive(config: TrainConfig, kills: int, seed: int, folder: Path, tell: Call
         logging=replace(config.logging, eval_every=0, tensorboard=False, sample_tokens=0),
     )
     config.check()
-    tell(f"{config.schedule.steps} steps, left alone")
+    tell(f"{config.schedule.steps} steps without kills")
     alone = start(config, folder / "alone")
     if alone.wait():
-        raise RuntimeError(f"the run left alone failed: {log_of(folder / 'alone')}")
+        raise RuntimeError(f"the run without kills failed: {log_of(folder / 'alone')}")
     killed = start(config, folder / "killed")
     try:
         ranks = config.cuboid_shape().ranks

@@ -313,8 +313,9 @@ def memory_of(trainer: Trainer) -> str:
     """What does not change during a run. Steps show the peak."""
     use = trainer.use
     kinds = {"weights": use.weights, "gradients": use.gradients, "optimizer state": use.optimizer}
-    peak = "its GPU's peak" if is_gpu(trainer.model.parallel.mesh.device) else "its process's peak, PyTorch included"
-    return " + ".join(f"{quantity(n)}B {name}" for name, n in kinds.items()) + f" on rank 0; steps show {peak}"
+    gpu = is_gpu(trainer.model.parallel.mesh.device)
+    peak = "the peak of its GPU" if gpu else "the peak of its process, PyTorch included"
+    return " + ".join(f"{quantity(n)}B {name}" for name, n in kinds.items()) + f" on rank 0; step lines show {peak}"
 
 
 def pipeline_of(trainer: Trainer) -> str:

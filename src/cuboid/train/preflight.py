@@ -70,10 +70,14 @@ def check(config: TrainConfig, local: int) -> None:
     found = need(config, apart)
     if local * found.peak > CLEARLY * free:
         raise ValueError(
-            f"the run does not fit: a rank needs {found} at its peak, {local} of them on this host "
+            f"the run does not fit: a rank needs {found} at its peak; {_ranks_here(local)} "
             f"{gigabytes(local * found.peak)}, and {gigabytes(free)} are free; "
             f"{remedy(config, local, free / local, apart)}; {FORCE}"
         )
+
+
+def _ranks_here(local: int) -> str:
+    return f"the {local} ranks of this host need" if local > 1 else "it is this host's only rank and needs"
 
 
 def check_device(world: World, config: TrainConfig) -> None:

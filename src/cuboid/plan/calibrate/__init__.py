@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cuboid.device import is_gpu, usable_memory
-from cuboid.plan.calibrate.fitting import fit_layers, fit_links, fit_products
+from cuboid.plan.calibrate.fitting import fit_layers, fit_links, fit_matmuls
 from cuboid.plan.calibrate.operations import time_operations
 from cuboid.plan.calibrate.timing import (
     Bench,
@@ -21,8 +21,8 @@ from cuboid.plan.calibrate.timing import (
     time_collectives,
     time_copy,
     time_layers,
+    time_matmuls,
     time_processor,
-    time_products,
     time_slowdown,
 )
 from cuboid.plan.hardware import KINDS, REMEDY, Hardware, Link
@@ -45,11 +45,11 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
     began, bench = time.perf_counter(), Bench(world, alone=not cores and not is_gpu(world.device))
     direct = not is_gpu(world.device)
     with told(world.rank == 0) as tell:
-        tell("products")
-        shapes, measured = time_products(bench, scale)
+        tell("matmuls")
+        shapes, measured = time_matmuls(bench, scale)
         tell("copies")
         stream = time_copy(bench, scale.stream)
-        (per_flop, per_output, launch), product_error = fit_products(shapes, measured)
+        (per_flop, per_output, launch), matmul_error = fit_matmuls(shapes, measured)
         rate = 1 / per_flop
         tell("attention")
         attention = time_attention(bench, scale, rate)
@@ -64,7 +64,7 @@ def calibrate(world: World, settings: Settings, name: str) -> Calibration | None
         tell("fitting")
     if world.rank:
         return None
-    errors = {"products": product_error}
+    errors = {"matmuls": matmul_error}
     links: dict[str, dict[str, Link]] = {"inside": {}, "across": {}}
     for kind in KINDS:
         for level, found in links.items():

@@ -30,7 +30,7 @@ def fit(columns: Sequence[Array], measured: Sequence[float]) -> tuple[list[float
     return factors, float(np.abs(table @ np.array(factors) - 1).mean())
 
 
-def fit_products(shapes: Sequence[tuple[int, int, int]], measured: Sequence[float]) -> tuple[list[float], float]:
+def fit_matmuls(shapes: Sequence[tuple[int, int, int]], measured: Sequence[float]) -> tuple[list[float], float]:
     """Seconds of a FLOP, of a FLOP's worth of output and of a launch. If noise hides the others, the first has all the
     time."""
     m, n, k = np.array(shapes, dtype=float).T

@@ -161,7 +161,7 @@ def product_shapes(scale: Scale) -> list[tuple[int, int, int]]:
     return [*found, (m // 4, c.ffn, c.hidden), (c.ffn, c.hidden, m)]
 
 
-def time_products(bench: Bench, scale: Scale) -> tuple[list[tuple[int, int, int]], list[float]]:
+def time_matmuls(bench: Bench, scale: Scale) -> tuple[list[tuple[int, int, int]], list[float]]:
     dtype, device = scale.dtype, bench.world.device
     shapes, found = product_shapes(scale), []
     for m, n, k in shapes:
