@@ -291,7 +291,7 @@ def test_bench_emulation_draws_steps_with_their_spread(tmp_path: Path) -> None:
         ("fp32=2e9", "does not say stream"),
         ("v100-edr/9,colour=3", "'colour=3', which is no figure of a device or link"),
         ("v100-edr/9,jitter=-1", "jitter is '-1'"),
-        ("v100-edr/9,uplink=5mbit", "say how many hosts a group has"),
+        ("v100-edr/9,uplink=5mbit", "give group=N"),
         ("v100-edr/9,host2=fast", "rate='fast' is not a number"),
     ],
 )
@@ -316,7 +316,7 @@ def test_train_cli_emulate_times_steps_and_saves_nothing(cuboid: Command, tmp_pa
     words = ["train", *sets(settings(text, *on("1,2,1"))), "--emulate", "fp32=1e9,stream=1e9"]
     said = cuboid(*words)
     assert said.code == 0, said.err
-    assert "emulated devices figures: fp32 1 GFLOP/s" in said.out
+    assert "emulated devices: fp32 1 GFLOP/s" in said.out
     assert said.out.count("\nstep ") == 3
     assert "loss " not in said.out
     assert [path.name for path in tmp_path.iterdir()] == [text.name]

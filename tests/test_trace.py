@@ -47,7 +47,7 @@ def test_trace_matches_ledger_and_exports(pool: Pools, tmp_path: Path) -> None:
     assert {event["pid"] for event in shown} == {0, 1, 2, 3}
     lanes = {event["args"]["name"] for event in shown if event["name"] == "thread_name"}
     assert {"compute", "x", "y", "z"} <= lanes
-    draw({"on": found[0][0]}, tmp_path / "steps.png")
+    draw({"on": found[0][0]}, "a step", tmp_path / "steps.png")
     draw_layer({"off": found[0][1], "on": found[0][0]}, "a layer", tmp_path / "layer.png")
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("steps.png", "layer.png"))
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.bench.layouts import Layout, Way
-from cuboid.bench.plot import draw_planned
+from cuboid.bench.plot import draw_planned, rate_of
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import MOST_CPU, Result, Row, Spread
 from cuboid.bench.run import Pace, Trial, bench
@@ -91,13 +91,14 @@ def groups(
     slow.check(ranks)
     if not slow.hardware.group or ranks <= slow.hardware.node * slow.hardware.group:
         raise ValueError(
-            f"--emulate {emulate!r} has no two groups of hosts for {ranks} ranks; say node=2,group=2,uplink=5.867mbit, "
-            "devices of a host, hosts of a group and the rate of a group's link, and give --ranks for two groups"
+            f"--emulate {emulate!r} has no two groups of hosts for {ranks} ranks; give "
+            "node=2,group=2,uplink=5.867mbit, devices of a host, hosts of a group and the rate of a group's "
+            "link, and enough --ranks for two groups"
         )
     try_hosts("bench groups cannot do without hosts")
     pace = Pace(rounds, 1, slow.hardware.node)
     result = Result("groups", {"emulate": emulate, "ranks": ranks, "top": top, **vars(pace)})
-    console.print(f"{slow}, {slow.links.uplink} between groups of {slow.links.group} hosts", soft_wrap=True)
+    console.print(f"{slow}, {rate_of(slow.links.uplink)} between groups of {slow.links.group} hosts", soft_wrap=True)
     console.print(slow.meant(problem.config.hidden, problem.tokens), soft_wrap=True, highlight=False)
     layouts = planned(slow, problem, ranks, top, partial(console.print, highlight=False))
     trial = Trial(problem, ranks, layouts, slow.links.between, slow)
@@ -105,7 +106,7 @@ def groups(
     gain = Gain.of(rows)
     _show(rows, gain, f"{ranks} ranks, {slow.hardware.node} per host, {slow.links.group} hosts per group", console)
     names, steps = [row.layout.name for row in rows], [row.spread("step") for row in rows]
-    links = f"{slow.links.uplink} between them, {slow.links.between} per host"
+    links = f"{rate_of(slow.links.uplink)} between them, {rate_of(slow.links.between)} per host"
     title = f"Two groups of hosts, {links}: the pipe is {gain.measured:.2f} × as fast"
     pictures = draw_planned(title, names, steps, [row.planned or 0.0 for row in rows], out / "groups")
     for path in (result.save(out), *pictures):

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, NullLocator
 
 from cuboid.bench.bound import step_bytes
-from cuboid.bench.result import Result, Row, Spread
+from cuboid.bench.result import MOST_CPU, MOST_CPU_ROUGH, Result, Row, Spread
 from cuboid.run.cluster import bits_per_second
+from cuboid.train.progress import quantity
 
 COLOURS = {
     "1-D": "#777777",
@@ -28,6 +31,10 @@ COLOURS = {
     "native ideal": "#c79bd4",
     "DDP": "#5b2a6e",
 }
+
+
+HATCH = "///"  # of bars that do not count
+ASIDE = 1.02  # how far apart kinds of layout are drawn, as a factor of ranks or rates
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
@@ -51,15 +58,17 @@ def draw(result: Result, folder: Path) -> list[Path]:
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    where = f"{EngFormatter('bit/s')(bits_per_second(rates[0]))} per host" if rates[0] else "unshaped links"
+    where = f"{rate_of(rates[0])} per host" if rates[0] else "unshaped links"
     slow = result.rows[0].slow
-    where += f", emulated devices {slow.hardware.name}" if slow is not None else ""
+    where += f", {slow.devices}" if slow is not None else ""
     title = f"cuboid bench {result.bench}: {sizes[-1]} ranks, {where}"
     if slow is not None and slow.shrink > 1:
         hidden, tokens = first.problem.config.hidden, first.problem.tokens
         title += f"\nhidden {hidden:,} and {tokens:,} tokens stand for {hidden * slow.shrink:,.0f} and "
         title += f"{tokens * slow.shrink:,.0f}; a step takes {slow.times:,.0f} × as long, sends 1/{slow.shrink**2:,.0f}"
     figure.suptitle(title, x=0.01, ha="left")
+    if any(row.counts_as for row in last):
+        figure.legend(handles=[_uncounted(last)], loc="outside lower right", frameon=False)
     return _save(figure, folder / result.bench)
 
 
@@ -82,6 +91,16 @@ def draw_pairs(names: Sequence[str], real: Sequence[Spread], emulated: Sequence[
     figure.legend(frameon=False, loc="outside upper right", ncols=2)
     figure.suptitle("cuboid bench emulation: cores against emulated devices", x=0.01, ha="left")
     return _save(figure, folder / "emulation")
+
+
+def rate_of(text: str) -> str:
+    """
+    >>> rate_of("5.867mbit")
+    '5.87 Mbit/s'
+    """
+    shown = quantity(bits_per_second(text))
+    number = shown.rstrip("kMGT")
+    return f"{number} {shown[len(number) :]}bit/s"
 
 
 class Bubble(NamedTuple):
@@ -165,9 +184,27 @@ def _ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return ways
 
 
+def _uncounted(rows: Sequence[Row]) -> Patch:
+    """The legend's entry for hatched bars."""
+    kinds = " or ".join(dict.fromkeys(row.counts_as for row in rows if row.counts_as))
+    most = MOST_CPU_ROUGH if kinds == "not counted" and rows[0].quick else MOST_CPU
+    text = f"hatched, hollow: {kinds}, the ranks' own Python took more than {most:.0%} of the cores' time"
+    return Patch(facecolor="white", edgecolor="#444444", hatch=HATCH, label=text)
+
+
+def _hatch(bars: BarContainer, rows: Sequence[Row]) -> None:
+    """Hatches the bars of rows that do not count."""
+    for bar, row in zip(bars, rows, strict=True):
+        if row.counts_as:
+            bar.set(hatch=HATCH, edgecolor="white", linewidth=0)
+
+
 def _lines(axes: Axes, rows: Sequence[Row], xs: dict[int, float]) -> None:
-    """The fastest of each kind of layout at each place, with quartiles."""
-    for way, of_way in _ways(rows).items():
+    """The fastest of each kind of layout at each place, with quartiles. Kinds are drawn a little beside each other, and
+    rows that do not count hollow."""
+    ways = _ways(rows)
+    for i, (way, of_way) in enumerate(ways.items()):
+        aside = ASIDE ** (i - (len(ways) - 1) / 2)
         fastest: dict[float, Row] = {}
         for row in of_way:
             x = xs[id(row)]
@@ -175,15 +212,19 @@ def _lines(axes: Axes, rows: Sequence[Row], xs: dict[int, float]) -> None:
                 fastest[x] = row
         places = sorted(fastest)
         spreads = [fastest[x].spread("step") for x in places]
-        middle = [spread.median for spread in spreads]
-        axes.errorbar(places, middle, yerr=_error_bars(spreads), marker="o", capsize=3, label=way, color=COLOURS[way])
+        middle, where = [spread.median for spread in spreads], [x * aside for x in places]
+        colour = COLOURS[way]
+        axes.errorbar(where, middle, yerr=_error_bars(spreads), marker="o", capsize=3, label=way, color=colour)
+        hollow = [(x, y) for x, y, place in zip(where, middle, places, strict=True) if fastest[place].counts_as]
+        if hollow:
+            axes.plot(*zip(*hollow, strict=True), "o", markerfacecolor="white", markeredgecolor=colour, zorder=4)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.tick_params(axis="y", which="minor", labelsize="small")
-    axes.set_ylabel("seconds per step")
-    axes.legend(frameon=False, fontsize="small")
+    axes.set_ylabel("seconds per step, logarithmic")
+    axes.legend(frameon=False, fontsize="small", ncols=2)
 
 
 def _against_ranks(axes: Axes, rows: Sequence[Row], sizes: Sequence[int]) -> None:
@@ -205,7 +246,7 @@ def _parts(axes: Axes, rows: Sequence[Row]) -> None:
     for part, shade in (("forward", 1.0), ("backward", 0.6), ("optimizer", 0.3)):
         lengths = [row.spread(part).median for row in rows]
         colours = [_lighter(COLOURS[row.layout.way], shade) for row in rows]
-        axes.barh(_names(rows), lengths, left=left, color=colours)
+        _hatch(axes.barh(_names(rows), lengths, left=left, color=colours), rows)
         left = [a + b for a, b in zip(left, lengths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("seconds per step: forward, backward, optimizer (dark to light)")
@@ -238,6 +279,7 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _bars(axes: Axes, rows: Sequence[Row], values: Sequence[float], form: str) -> None:
     bars = axes.barh(_names(rows), values, color=[COLOURS[row.layout.way] for row in rows])
+    _hatch(bars, rows)
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # so that no line runs through a number
     axes.bar_label(bars, [form.format(value) for value in values], padding=4, fontsize="small", bbox=behind)
     axes.invert_yaxis()

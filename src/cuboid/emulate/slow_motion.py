@@ -27,10 +27,10 @@ HOST = 5e-6  # seconds of the host per operation (assumed): PyTorch's dispatcher
 PAPER_CLUSTER, PAPER_FACTOR, PAPER_MODEL = "v100-edr", 20000, "shrink=12"
 #: Figures that may be given besides a preset, or instead of it; then the first two are required.
 FIGURES = {
-    "fp32": "FLOP/s of products",
+    "fp32": "FLOP/s of matmuls",
     "stream": "bytes/s of memory",
-    "bf16": "FLOP/s of products",
-    "fp16": "FLOP/s of products",
+    "bf16": "FLOP/s of matmuls",
+    "fp16": "FLOP/s of matmuls",
     "launch": "seconds a kernel takes at least",
     "memory": "bytes of a device",
     "shrink": "how many times smaller hidden size and tokens are than those of the model that is meant",
@@ -93,7 +93,14 @@ class SlowMotion:
     def without_links(self) -> str:
         hw = self.hardware
         rates = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in hw.rate.items())
-        return f"emulated devices {hw.name}: {rates}, {hw.stream / 1e9:.3g} GB/s"
+        stream = hw.stream / 1e9
+        return f"{self.devices}: {rates}, {f'{stream:,.0f}' if stream >= 999.5 else f'{stream:.3g}'} GB/s of memory"
+
+    @property
+    def devices(self) -> str:
+        """The devices, by name if they are of a preset."""
+        preset = self.hardware.name.partition("/")[0] in PRESETS
+        return f"emulated devices {self.hardware.name}" if preset else "emulated devices"
 
     def __str__(self) -> str:
         links = self.links

@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cuboid.plan.explain import gigabytes
 from cuboid.plan.layer import Work
 from cuboid.plan.search import Plan, Ranking, rankings, timeline
 
@@ -13,7 +14,7 @@ MOST_BARS = 10
 OTHER = "copies and sums"
 #: Work is blue and green, waits are warm, so that a glance tells one from the other.
 COLOURS = {
-    "products": "#1f5fa8",
+    "matmuls": "#1f5fa8",
     "attention": "#6aa0d8",
     "elementwise": "#2e8540",
     "head": "#93c793",
@@ -42,7 +43,12 @@ def draw(ranking: Ranking, folder: Path) -> list[Path]:
     left, right = figure.subplots(1, 2, sharey=True)
     _stack(left, bars, [seconds(plan) for plan in bars], "seconds per step")
     _stack(right, bars, [{kind: size / 1e9 for kind, size in plan.memory.items()} for plan in bars], "GB per device")
-    right.axvline(ranking.hardware.memory / 1e9, color="#b00020", linewidth=1.5, label="a device's memory")
+    has = ranking.hardware.memory / 1e9
+    if has < 2 * right.get_xlim()[1]:
+        right.axvline(has, color="#b00020", linewidth=1.5, label="a device's memory")
+        right.set_xlim(0, max(right.get_xlim()[1], 1.04 * has))
+    else:
+        right.set_xlabel(f"GB per device, which has {gigabytes(ranking.hardware.memory)}")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3, frameon=False)
     left.set_yticks(range(len(bars)), [_label(ranking, plan) for plan in bars])
@@ -105,8 +111,7 @@ def _stack(axes: Axes, plans: list[Plan], parts: list[dict[str, float]], title: 
     for name, colour in COLOURS.items():
         widths = [part.get(name, 0.0) for part in parts]
         if max(widths) > 0.002 * longest:  # else it would be invisible
-            label = "matmuls" if name == "products" else name
-            axes.barh(range(len(plans)), widths, left=start, label=label, color=colour)
+            axes.barh(range(len(plans)), widths, left=start, label=name, color=colour)
         start = [a + b for a, b in zip(start, widths, strict=True)]
     axes.set_xlabel(title)
     axes.set_xlim(0, 1.04 * axes.get_xlim()[1])
@@ -127,11 +132,11 @@ def _map(axes: Axes, ranking: Ranking) -> None:
         row, column = divmod(i, len(devices))
         text = "does not fit"
         if each.plans:
-            text = f"{each.plans[0].cuboid}\n{shares[i]:.0%}".replace(" replicas=", "\n× ").replace(" pipe=", "\npipe ")
+            text = f"{each.plans[0].cuboid}\n{shares[i]:.0%}".replace(" ", "\n")
         axes.text(column, row, text, ha="center", va="center", fontsize="small")
     axes.imshow(np.reshape(shares, (len(batches), -1)), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.set_xticks(range(len(devices)), [str(n) for n in devices])
     axes.set_yticks(range(len(batches)), [str(n * ranking.work.micro_batches) for n in batches])
     axes.set_xlabel("devices")
     axes.set_ylabel("sequences per step")
-    axes.set_title(f"The best cuboid, x,y,z × replicas, and its MFU, {hw.name}", loc="left")
+    axes.set_title(f"The best cuboid x,y,z with its replicas and pipe, and its MFU, {hw.name}", loc="left")

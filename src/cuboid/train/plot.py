@@ -40,7 +40,7 @@ def plot_run(metrics: Sequence[Mapping[str, float]], path: Path, unigram: float 
 
 def plot_curves(curves: Mapping[str, Sequence[float]], path: Path, title: str) -> None:
     """Loss curves, and below them the difference of each from the first, relative to it."""
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure = Figure(figsize=(9, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     names = list(curves)
     first = np.asarray(curves[names[0]], float)
@@ -54,13 +54,14 @@ def plot_curves(curves: Mapping[str, Sequence[float]], path: Path, title: str) -
         both = min(len(first), len(curve))
         apart = np.abs(curve[:both] - first[:both]) / np.abs(first[:both])
         worst = np.max(apart, initial=0.0)
-        label = f"{name}: at most {worst:.1e}" if worst else f"{name}: identical"
+        same = int((apart == 0).sum())
+        label = f"{name}: at most {worst:.1e}; 0 in {same} steps" if worst else f"{name}: 0 in every step"
         bottom.plot(steps[:both], np.where(apart > 0, apart, np.nan), ".-", color=f"C{i}", linewidth=1, label=label)
     top.set_title(title, loc="left")
     top.set_ylabel("loss (nats per token)")
     top.legend(frameon=False)
     bottom.set_yscale("log")
-    bottom.set_ylabel(f"relative difference\nto {names[0]}")
+    bottom.set_ylabel(f"relative difference\nto {names[0]}\n(no point: it is 0)")
     if len(names) > 1:
         bottom.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize="small")
     _finish(figure, (top, bottom), path)

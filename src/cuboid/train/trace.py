@@ -122,25 +122,31 @@ def _bars(axes: Axes, trace: Trace, lanes: Sequence[str], start: float, stop: fl
     for i, name in enumerate(lanes):
         inside = [(max(a, start), min(b, stop)) for a, b in bars.get(name, []) if a < stop and b > start]
         lengths = [(1e3 * (a - start), 1e3 * (b - a)) for a, b in inside]
-        axes.broken_barh(lengths, (i - 0.35, 0.7), color=COLOURS[name], edgecolor="white", linewidth=0.3)
+        narrow = 3 * (stop - start)  # ms: a white edge would hide the bar
+        edges = ["white" if length > narrow else COLOURS[name] for _, length in lengths]
+        axes.broken_barh(lengths, (i - 0.35, 0.7), facecolor=COLOURS[name], edgecolor=edges, linewidth=0.3)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(panels: Mapping[str, Trace], path: Path) -> None:
+def draw(panels: Mapping[str, Trace], title: str, path: Path) -> None:
     """One panel per trace, all over the same time axis: compute above, the axes' collectives below."""
     figure = Figure(figsize=(12, 2.4 * len(panels)), layout="constrained")
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (title, trace) in zip(rows, panels.items(), strict=True):
+    for axes, (name, trace) in zip(rows, panels.items(), strict=True):
         zero = trace.phases[0].start
         _bars(axes, trace, _lanes([trace]), zero, trace.phases[-1].stop)
         for phase in trace.phases[1:]:
             axes.axvline(1e3 * (phase.start - zero), color="black", linewidth=0.8, linestyle=":")
         total = sum(phase.length for phase in trace.phases)
-        axes.set_title(f"{title}: {1e3 * total:.0f} ms, waiting {trace.exposed() / total:.0%}", loc="left")
+        axes.set_title(f"{name}: {1e3 * total:.0f} ms, waiting {trace.exposed() / total:.0%}", loc="left")
     later = [phase.name for phase in next(iter(panels.values())).phases[1:]]
-    rows[-1].set_xlabel(f"ms; compute lane: gaps are waiting; dotted lines: {', '.join(later)} begin")
+    longest = max(trace.phases[-1].stop - trace.phases[0].start for trace in panels.values())
+    rows[-1].set_xlim(0, 1e3 * longest)
+    what = "compute lane: gaps are waiting; other lanes: an axis's collectives in flight"
+    rows[-1].set_xlabel(f"ms; {what}; dotted lines: {', '.join(later)} begin")
+    figure.suptitle(title, x=0.01, ha="left")
     figure.savefig(path, dpi=130)
 
 
