@@ -17,14 +17,14 @@ from cuboid.model.cuboid import CuboidParallel, Policy
 from cuboid.model.freeze import Trained
 from cuboid.model.presets import PRESETS as MODELS
 from cuboid.model.transformer import Transformer
-from cuboid.plan import step
+from cuboid.plan import search, step
 from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.dry import compare, dry_run
 from cuboid.plan.explain import nothing_fits, why
 from cuboid.plan.hardware import PRESETS, Link, every_kind
 from cuboid.plan.layer import ITEMSIZE, Choice, Work
 from cuboid.plan.measure import Memory
-from cuboid.plan.search import orders, predict, rank, shapes
+from cuboid.plan.search import at_rest, fits, orders, predict, rank, shapes
 from cuboid.plan.shared import SharedTape
 from cuboid.plan.sizes import Sizes, groups
 from cuboid.plan.step import STEADY, prices_of, step_totals
@@ -344,6 +344,36 @@ def test_planner_advises_what_fits_if_nothing_does() -> None:
     count = int(said.split("--micro-batches ")[1].split()[0])  # of that very cuboid
     assert rank(A100, replace(work, batch=512 // count, micro_batches=count), 8, narrow).plans
     assert not rank(A100, replace(work, batch=2 * 512 // count, micro_batches=count // 2), 8, narrow).plans
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.2-1b"])
+def test_planner_fits_tells_by_memory_alone_whether_there_is_a_plan(name: str, layers: int, micro_batches: int) -> None:
+    work = Work(MODELS[name].replace(layers=layers), 8, 256, micro_batches=micro_batches)
+    least = rank(replace(A100, memory=1.0), work, 4).too_large[0].peak
+    assert at_rest(work) <= 4 * least
+    assert fits(replace(A100, memory=float(least)), work, 4)
+    assert not fits(replace(A100, memory=float(least - 1)), work, 4)
+
+
+def test_planner_advice_simulates_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where parameters, gradients and optimizer states alone do not fit, nothing is priced; elsewhere lean choices."""
+    ranking = rank(H100, Work(MODELS["llama-3-70b"], 64, 4096), 8)
+    priced: list[int] = []
+
+    class Counted(search.Predictions):
+        def __init__(self, prices: Prices, work: Work, sizes: Sizes, choice: Choice) -> None:
+            priced.append(sizes.cuboids[0].ranks)
+            super().__init__(prices, work, sizes, choice)
+
+    monkeypatch.setattr(search, "Predictions", Counted)
+    said = nothing_fits(ranking)
+    assert said.startswith("nothing fits on 8 devices: the smallest, ")
+    assert said.endswith("; more micro-batches would not help; 32 devices would")
+    assert "optimizer states alone take" in said
+    assert set(priced) == {16, 32}
+    assert len(priced) <= 4
 
 
 @pytest.mark.parametrize("cuboid", [Cuboid(2, 2, 1, replicas=2), Cuboid(4, 2, 1)], ids=str)

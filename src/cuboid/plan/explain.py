@@ -6,7 +6,7 @@ from dataclasses import replace
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import Work
-from cuboid.plan.search import CORNERS, Plan, Ranking, rank
+from cuboid.plan.search import CORNERS, Plan, Ranking, fits, rank
 
 NAMES = {
     "x": "weights (x)",
@@ -22,7 +22,7 @@ def limit(plan: Plan) -> str:
     """The largest part of the step, in words."""
     parts = {f"waiting for {NAMES[axis]}": seconds for axis, seconds in plan.exposed.items()} | plan.compute
     name = max(parts, key=lambda part: parts[part])
-    return f"{'matmuls' if name == 'products' else name}, {parts[name] / plan.seconds:.0%} of the step"
+    return f"{name}, {parts[name] / plan.seconds:.0%} of the step"
 
 
 def why(ranking: Ranking) -> str:
@@ -61,10 +61,16 @@ def nothing_fits(ranking: Ranking, only: Cuboid | None = None) -> str:
     """Explains an empty ranking, of one or all cuboids: which memory is too large, the smallest change that helps."""
     least, hw = ranking.too_large[0], ranking.hardware
     largest = max(least.memory, key=lambda kind: least.memory[kind])
-    which = f"nothing fits: the smallest, {least.cuboid}" if only is None else f"{least.cuboid} does not fit: it"
+    devices = f"{ranking.devices} device{'s' * (ranking.devices > 1)}"
+    which = (
+        f"nothing fits on {devices}: the smallest, {least.cuboid},"
+        if only is None
+        else f"{least.cuboid} does not fit: it"
+    )
+    kind = {"optimizer": "optimizer states"}.get(largest, largest)
     head = (
-        f"{which} needs {gigabytes(least.peak)} of {gigabytes(hw.memory)} per device with recompute "
-        f"{least.choice.recompute}, most of it {largest} ({gigabytes(least.memory[largest])})"
+        f"{which} needs {gigabytes(least.peak)} per device (recompute {least.choice.recompute}; {kind} alone take "
+        f"{gigabytes(least.memory[largest])}), and a device has {gigabytes(hw.memory)}"
     )
     return f"{head}; {remedy(hw, ranking.work, ranking.devices, only, ranking.pipeline)}"
 
@@ -74,14 +80,15 @@ def remedy(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None, p
     if fewer := _micro_batches(hw, work, devices, only, pipeline):
         return f"--micro-batches {fewer} would fit"
     if only is not None:
-        if others := rank(hw, work, devices, pipeline=pipeline).plans:
-            return f"more micro-batches would not help; of {devices} devices {others[0].cuboid} would fit"
+        if fits(hw, work, devices, pipeline=pipeline):
+            other = rank(hw, work, devices, pipeline=pipeline).plans[0]
+            return f"more micro-batches would not help; of {devices} devices {other.cuboid} would fit"
         if fewer := _micro_batches(hw, work, devices, None, pipeline):
             first = rank(hw, _in_micro_batches(work, fewer), devices, pipeline=pipeline).plans[0]
             return f"{first.cuboid} would fit with --micro-batches {fewer}"
     for factor in (2, 4, 8, 16, 32, 64):
-        if not hw.lacks(devices * factor) and rank(hw, work, devices * factor, pipeline=pipeline).plans:
-            return f"more micro-batches would not help, {devices * factor} devices would"
+        if not hw.lacks(devices * factor) and fits(hw, work, devices * factor, pipeline=pipeline):
+            return f"more micro-batches would not help; {devices * factor} devices would"
     return "neither more micro-batches nor 64 × as many devices would help; use a smaller model or larger devices"
 
 
@@ -97,7 +104,7 @@ def _micro_batches(hw: Hardware, work: Work, devices: int, only: Cuboid | None, 
         if only is not None and smaller.batch % only.replicas:
             continue
         with suppress(ValueError):  # the pipeline's schedule is impossible with this many
-            if rank(hw, smaller, devices, only, pipeline).plans:
+            if fits(hw, smaller, devices, only, pipeline):
                 return count
     return 0
 

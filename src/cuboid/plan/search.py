@@ -175,26 +175,11 @@ def rankings(
 ) -> list[Ranking]:
     """A ranking per (devices, sequences of a micro-batch). All candidates are priced together."""
     began = time.perf_counter()
-    work.config.check(only or Cuboid(), work.batch, work.seq)
-    if only is not None and only.pipe > 1 and pipeline:
-        scheduled(work, only.pipe, pipeline)
     found = [Ranking(replace(work, batch=n), hw, devices, [], [], 0, pipeline=pipeline) for devices, n in cells]
-    every: dict[bool, list[tuple[int, Cuboid]]] = {False: [], True: []}  # without a pipe, with one
-    for i, ranking in enumerate(found):
-        for pipe in [only.pipe] if only is not None else [1, *pipes(work, ranking.devices, pipeline)]:
-            one = None if only is None else [(only.replicas, only.x, only.y, only.z)]
-            for shape in one or shapes(work.config, ranking.devices // pipe, ranking.work.batch):
-                every[pipe > 1] += ((i, cuboid) for cuboid in orders(shape, hw.node, hw.group, pipe))
-    for of_pipes, candidates in every.items():
-        if candidates:
-            cell, cuboids = np.array([i for i, _ in candidates]), [cuboid for _, cuboid in candidates]
-            batch = np.array([ranking.work.batch for ranking in found])[cell]
-            sizes = Sizes(work.config, cuboids, hw.node, batch, work.seq, hw.group)
-            prices = prices_of(hw, work, sizes)
-            for predictions, of in (
-                _pipelines(prices, work, sizes, pipeline) if of_pipes else _flat(prices, work, sizes)
-            ):
-                _add_best_of_each_shape(predictions, cell[of], found)
+    for of_pipes, cell, sizes in _candidates(hw, work, cells, only, pipeline):
+        prices = prices_of(hw, work, sizes)
+        for predictions, of in _pipelines(prices, work, sizes, pipeline) if of_pipes else _flat(prices, work, sizes):
+            _add_best_of_each_shape(predictions, cell[of], found)
     for ranking in found:
         ranking.plans.sort(key=lambda plan: plan.seconds)
         ranking.too_large.sort(key=lambda plan: plan.peak)
@@ -203,6 +188,46 @@ def rankings(
             ranking.corners[name] = next((plan for plan in flat if is_corner(plan.cuboid)), None)
         ranking.seconds = time.perf_counter() - began
     return found
+
+
+def _candidates(
+    hw: Hardware, work: Work, cells: Sequence[tuple[int, int]], only: Cuboid | None, pipeline: str
+) -> Iterator[tuple[bool, Array, Sizes]]:
+    """Those without a pipe, then those with one: the number of each candidate's cell, and their sizes."""
+    work.config.check(only or Cuboid(), work.batch, work.seq)
+    if only is not None and only.pipe > 1 and pipeline:
+        scheduled(work, only.pipe, pipeline)
+    every: dict[bool, list[tuple[int, Cuboid]]] = {False: [], True: []}  # without a pipe, with one
+    for i, (devices, sequences) in enumerate(cells):
+        for pipe in [only.pipe] if only is not None else [1, *pipes(work, devices, pipeline)]:
+            one = None if only is None else [(only.replicas, only.x, only.y, only.z)]
+            for shape in one or shapes(work.config, devices // pipe, sequences):
+                every[pipe > 1] += ((i, cuboid) for cuboid in orders(shape, hw.node, hw.group, pipe))
+    for of_pipes, candidates in every.items():
+        if candidates:
+            cell, cuboids = np.array([i for i, _ in candidates]), [cuboid for _, cuboid in candidates]
+            batch = np.array([sequences for _, sequences in cells])[cell]
+            yield of_pipes, cell, Sizes(work.config, cuboids, hw.node, batch, work.seq, hw.group)
+
+
+def fits(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None, pipeline: str = "") -> bool:
+    """Whether `rank` would find a plan. Only the leanest choices are tried, with blocks split by memory, and none where
+    parameters, gradients and optimizer states alone do not fit."""
+    if at_rest(work) > devices * hw.memory:
+        return False
+    for of_pipes, _, sizes in _candidates(hw, work, [(devices, work.batch)], only, pipeline):
+        prices = prices_of(hw, work, sizes)
+        lean = [choice for choice in choices() if choice.recompute == "full" and choice.policy == Policy()]
+        found = (Predictions(prices, work, sizes, choice) for choice in lean)
+        for each in _lean_pipelines(prices, work, sizes, lean, pipeline) if of_pipes else found:
+            if (each.valid & (each.peak <= hw.memory)).any():
+                return True
+    return False
+
+
+def at_rest(work: Work) -> int:
+    """What all ranks together hold at least: parameters and, unless some are frozen, gradients and two moments."""
+    return work.config.parameters * STORED * (1 if work.freeze else 4)
 
 
 #: Of some candidates, and which they are.
@@ -234,6 +259,19 @@ def _pipelines(prices: Prices, work: Work, sizes: Sizes, pipeline: str) -> Itera
                 each.valid &= ~fit
             found += lean
         yield found, of
+
+
+def _lean_pipelines(
+    prices: Prices, work: Work, sizes: Sizes, lean: Sequence[Choice], pipeline: str
+) -> Iterator["PipelinePredictions"]:
+    """Those that hold least: with the first schedule of those to search, blocks split by memory."""
+    every = [StageCosts(prices, work, sizes, choice) for choice in lean]
+    for pipe in np.unique(sizes.pipe).tolist():
+        (of,) = np.nonzero(sizes.pipe == pipe)
+        some, schedule = sizes.at(of), pipeline_schedules(work, pipe, pipeline)[0]
+        costs = [each.at(of, some) for each in every]
+        for each in costs:
+            yield PipelinePredictions(each, schedule, costs[0], "memory")
 
 
 def makes_difference(sizes: Sizes, choice: Choice) -> Array:
