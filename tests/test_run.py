@@ -174,7 +174,7 @@ def test_progress_prints_plain_lines_without_terminal() -> None:
     lines = shown(range(1, 13), total=12).splitlines()
     assert [line.split("/")[0].split()[-1] for line in lines if line.startswith("step")] == ["1", "6", "11", "12"]
     assert "\x1b" not in "".join(lines)
-    assert lines[0] == ("step  1/12  loss  2.5000  grad   0.75  4.32k tok/s  exposed  25%   512MB  ETA    0:11")
+    assert lines[0] == ("step  1/12  loss  2.5000  grad   0.75  4.32k tok/s  exposed  25%  peak  512MB  ETA    0:11")
     assert lines[1].startswith("saved [3] in /a folder")
     assert lines[1].endswith("of this")
     assert "skipped: not finite" in lines[2]
@@ -191,7 +191,7 @@ def test_progress_lines_are_as_wide_whatever_their_numbers() -> None:
             clock.now += 1
             progress.update(each)
     lines = out.getvalue().splitlines()
-    assert {len(line) for line in lines} == {100}, lines
+    assert {len(line) for line in lines} == {105}, lines
     assert "MFU 40.0%" in lines[0]
 
 

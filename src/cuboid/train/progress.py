@@ -98,7 +98,7 @@ class Progress:
         self._console.print(Text("step " + "  ".join(self._parts(self._last).values())), soft_wrap=True)
 
     def _parts(self, report: StepReport) -> dict[str, str]:
-        """By name, each as wide in every step, so that lines are columns, of 100 characters at most in most runs. What
+        """By name, each as wide in every step, so that lines are columns, of 105 characters at most in most runs. What
         follows from the step (learning rate) or never changes (weights, gradients, optimizer state) is left out."""
         r = report
         parts = {
@@ -108,7 +108,7 @@ class Progress:
             "speed": f"{quantity(r.tokens_per_s):>5} tok/s",
             "MFU": f"MFU {r.mfu:5.1%}" if r.mfu else "",
             "exposed": f"exposed {r.exposed:4.0%}",
-            "memory": f"{quantity(r.memory_bytes):>5}B",
+            "memory": f"peak {quantity(r.memory_bytes):>5}B",
             "ETA": f"ETA {duration(self.eta()):>7}",
         }
         if r.skipped:
