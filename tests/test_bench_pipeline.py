@@ -12,9 +12,9 @@ from cuboid.bench.groups import Gain, planned
 from cuboid.bench.layouts import Layout
 from cuboid.bench.pipeline import Idle, PlayedStep, by_kind, play
 from cuboid.bench.planned import planned_seconds, predicted
-from cuboid.bench.plot import Bubble, draw_bubbles, draw_planned
+from cuboid.bench.plot import Bubble, draw, draw_bubbles, draw_planned
 from cuboid.bench.problem import Problem
-from cuboid.bench.result import Row, Spread
+from cuboid.bench.result import Result, Row, Spread
 from cuboid.bench.turn import count
 from cuboid.cli import app
 from cuboid.emulate.slow_motion import parse
@@ -129,6 +129,19 @@ def test_bench_pictures_name_schedules_and_layouts(tmp_path: Path) -> None:
         "steps", ["cuboid 2,2,1", "cuboid 1,2,1 pipe=2, 1f1b"], [Spread(2, 1, 3)] * 2, [2, 1], tmp_path / "g"
     )
     assert all(f"<!-- {word}" in svg.read_text() for word in ("cuboid 2,2,1", "cuboid 1,2,1 pipe=2", "planned"))
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_bench_pictures_hatch_rows_that_do_not_count(
+    counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("sent", 1_000_000), ("peak", 2_000_000), ("counts_as", "" if counts else "not counted")):
+        monkeypatch.setattr(Row, name, value)
+    rows = [row("cuboid", 3.0, [3.5, 3.5, 3.5]), row("cuboid", 3.0, [2.0, 2.0, 2.5])]
+    rows[0].ranks = 4
+    _, svg = draw(Result("strong", {}, rows=rows), tmp_path)
+    assert ("<!-- hatched, hollow: not counted" in svg.read_text()) == (not counts)
+    assert "<!-- seconds per step, logarithmic" in svg.read_text()
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,9 @@ def test_plan_cli_explains_one_cuboid_and_plots(tmp_path: Path) -> None:
     assert "Communication" in said
     assert "orders of magnitude of eight ranks" in said  # where the figures are from
     assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "plan.svg", "plan-map.png", "plan-map.svg"}
+    labels = (tmp_path / "plan.svg").read_text()
+    assert "<!-- GB per device, which has" in labels  # too much for the axis
+    assert "<!-- a device's memory" not in labels
 
 
 PIPE = [*SMALL, "--layers", "4", "--ranks", "4", "--hardware", "cpu", "--dtype", "fp32", "--micro-batches", "4"]

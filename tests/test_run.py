@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -233,6 +234,10 @@ def test_train_plot_draws_runs_and_curves(tmp_path: Path) -> None:
     plot_curves(
         {"serial": curve, "2,2,2": [1.0001 * loss for loss in curve], "1,1,1": curve[:9]}, tmp_path / "c.png", "t"
     )
+    plot_curves({"one device": curve, "1,1,1": curve[:9], "2,2,2": [4.0, *curve[1:9]]}, tmp_path / "c.svg", "t")
+    labels = (tmp_path / "c.svg").read_text()
+    assert "<!-- 1,1,1: 0 in every step" in labels
+    assert re.search(r"<!-- 2,2,2: at most \S+; 0 in 8 steps", labels)
     for file in ("a run.png", "empty.png", "one.png", "c.png"):
         assert (tmp_path / file).read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "a run.png").stat().st_size > 1.5 * (tmp_path / "empty.png").stat().st_size
