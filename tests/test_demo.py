@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cuboid.cli import app
+from cuboid.cli import app, demo
 from cuboid.demo.run import TOLERANCE, DemoSize, run_demo
 from cuboid.demo.text import valid_lines
 from cuboid.mesh.cuboid import Cuboid
@@ -51,3 +51,15 @@ def test_demo_learns_python(tmp_path: Path) -> None:
     assert bits[-1] < found.facts.trigram_bits
     good, lines = found.valid_lines
     assert good >= 0.8 * lines > 0
+
+
+def test_demo_says_how_to_find_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo.sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr(demo.shutil, "which", lambda name: None)
+    assert demo.activation() == ""  # not started from a virtual environment
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    assert demo.activation() == ", after `. .venv/bin/activate`"
+    monkeypatch.setattr(demo.shutil, "which", lambda name: f"/bin/{name}")
+    assert demo.activation() == ""
