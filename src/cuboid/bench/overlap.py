@@ -248,7 +248,7 @@ def overlap(
         report.write(path.with_suffix(".json"), found_here)
         if traces:
             at = f"{rows[0].rate.removesuffix('mbit')} Mbit/s per host"
-            what = f"hidden {hidden}, {layers} layers, {batch} × {problem.seq} tokens"
+            what = f"hidden {hidden}, {layers} layer{'s' * (layers != 1)}, {batch} × {problem.seq} tokens"
             draw(traces, f"cuboid {shape}, rank 0: a step of GPT-2, {what}, {at}", path)
     where = f", {slow.without_links()}" if slow is not None else ""
     columns = COLUMNS if slow is None else COLUMNS[:-3]  # an emulated device has no CPU seconds, nor traces
