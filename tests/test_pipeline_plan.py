@@ -93,7 +93,7 @@ def test_planner_peak_of_every_place_with_frozen_parameters_matches_dry_run(
         assert [each for each in found if not each.ok] == []
         assert peak.planned == pytest.approx(peak.counted, rel=0.05)
         all_trained = sum(trained.places[place].memory.values())
-        assert peak.planned < all_trained if place == 0 else peak.planned <= all_trained  # later ones may freeze nothing
+        assert peak.planned < all_trained if place == 0 else peak.planned <= all_trained
 
 
 def test_planner_ranks_pipes_with_frozen_parameters_as_it_predicts_them() -> None:
