@@ -78,7 +78,7 @@ def noting_empty_buckets(launches: list[Launch]) -> Iterator[None]:
 
     def note(kind: str, bucket: Bucket) -> None:
         x = bucket.mesh.x
-        if x.size > 1 and bucket.lengths and not bucket.gathers:
+        if x.size > 1 and bucket.slots and not bucket.gathers:
             launches.append(Launch("x", kind, bucket.dtype, tuple(dist.get_process_group_ranks(x.group)), None))
 
     def gather_noted(bucket: Bucket) -> Landing:
@@ -86,7 +86,7 @@ def noting_empty_buckets(launches: list[Launch]) -> Iterator[None]:
         return gather(bucket)
 
     def reduce_noted(bucket: Bucket, gradients: Tensors) -> Landing:
-        if gradients.keys() & bucket.lengths.keys():
+        if gradients.keys() & bucket.slots.keys():
             note("reduce_scatter", bucket)
         return reduce(bucket, gradients)
 

@@ -191,8 +191,9 @@ class Product:
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
         s, b = X_s.shape[0] * (1 if self.heads else self.n.size), X_s.shape[1]
         chunks = chunk_count(s, self.k.size, self.n.size, self.chunks)
-        X_bytes, Y_bytes, flops = sizes = self.pauses(s * b, X_s.element_size())
-        trained = at.train and self.trained_share > 0
+        X_bytes, Y_bytes, flops = self.pauses(s * b, X_s.element_size())
+        wgrad_flops = flops * self.trained_share if at.train else 0.0
+        trained, sizes = wgrad_flops > 0, (X_bytes, Y_bytes, flops, wgrad_flops)
         Xs, Ys = self.X.gather(X_s, chunks), list[list[Flight]]()
         gather = partial(self.X.gather, X_s, chunks) if trained and not self.retain else None
         saved = SavedX(gather, X_bytes, self.n.name)
@@ -218,11 +219,10 @@ class Product:
 
     def run(self, saved: SavedX, sizes: Any, b: int, chunks: int, dYs: Any, w: Gathered, before: Ahead) -> Steps:
         """Backward: (2) and (3)."""
-        X_bytes, Y_bytes, flops = sizes
+        X_bytes, Y_bytes, flops, wgrad_flops = sizes
         dYs = dYs if len(self.linears) > 1 else (dYs,)
         flights = [out.gather(side_by_side([dYs[i] for i in out.places]), chunks) for out in self.outs]
         del dYs
-        wgrad_flops = flops * self.trained_share
         yield Pause(Y_bytes, flops if w.deferred else flops + wgrad_flops, self.k.name, saved.launch())
         Ws = [weight_of(group, w) for _, group in self.groups]
         dX_flights, dY_mn = list[Flight](), list[list[Tensor]]()

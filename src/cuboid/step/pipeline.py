@@ -174,9 +174,9 @@ ORDERS: Mapping[str, Callable[[Shape, int], Order]] = {
 
 def orders(schedule: Schedule, pipe: int, count: int) -> list[Order]:
     """The order of every place of a pipe, for `count` micro-batches. Raises if the schedule does not allow them."""
-    shape = Shape(pipe, schedule.stages, count)
+    shape, name = Shape(pipe, schedule.stages, count), schedule.pipeline
     if pipe == 1:
-        return [schedule.order(count)]
+        name = "beside" if schedule.beside else "1f1b"
     rounds = max(1, count // pipe)
     if schedule.stages > 1 and count % rounds:
         fits = [n for n in range(1, 2 * count + pipe) if n % max(1, n // pipe) == 0]
@@ -185,7 +185,7 @@ def orders(schedule: Schedule, pipe: int, count: int) -> list[Order]:
             f"{count} micro-batches cannot be split into rounds of about pipe={pipe} for {schedule.stages} stages per "
             f"rank; use {near[0]} or {near[1]} micro-batches, or one stage per rank"
         )
-    return [ORDERS[schedule.pipeline](shape, place) for place in range(pipe)]
+    return [ORDERS[name](shape, place) for place in range(pipe)]
 
 
 def backward_until(lowest: int, orders: Sequence[Order]) -> list[Order]:

@@ -43,6 +43,7 @@ class Player:
         self.parameters = [p for bucket in self.uses for p in bucket.parameters]
         first = next(iter(self.uses))
         self._like = torch.empty(0, dtype=first.dtype, device=first.parameters[0].device)  # the residual stream
+        self._sub_batches = next(iter(runners.values())).schedule.sub_batches
         self.on_moves: Callable[[Sequence[Move]], None] | None = None
 
     @torch.no_grad()
@@ -67,8 +68,9 @@ class Player:
             )
         orders = backward_until(lowest, orders)
         order, post = orders[self.pipe.index], self._post(batches, orders, lowest)
-        clock, postpone = Clock(), any(m.kind == "W" for moves in order for m in moves)
-        defer = postpone or any(len(moves) > 1 for moves in order)
+        postpone = any(move.kind == "W" for moves in order for move in moves)
+        beside = any(len(moves) > 1 for moves in order)
+        clock, defer = Clock(alone=self._sub_batches == 1 and not beside), postpone or beside
         sums = Sums({bucket: len(batches) * uses for bucket, uses in self.uses.items()})
         dloss = torch.ones((), dtype=torch.float64, device=self._like.device) * scale / len(batches)
         losses, passes, pending = dict[int, Any](), dict[tuple[int, int], Pass](), dict[Any, list[Gathered]]()
@@ -110,7 +112,7 @@ class Player:
     @torch.no_grad()
     def forward(self, X: Tensor, at: At, shape: Sequence[int] = ()) -> Tensor:
         """On every place: the mean loss of one batch, or Y of this `shape` if the last stage gives no loss."""
-        clock, batch = Clock(), (X, at.without_backward())
+        clock, batch = Clock(alone=self._sub_batches == 1), (X, at.without_backward())
         orders = [[[Move("F", 0, stage)] for stage in self.split.stages(place)] for place in range(self.pipe.size)]
         post = self._post([batch], orders)
         for (move,) in orders[self.pipe.index]:
@@ -135,8 +137,8 @@ class Player:
         return self.split.last in self.runners
 
     def _post(self, batches: Sequence[Batch], orders: Sequence[Order], lowest: int = 0) -> Post:
-        count = next(iter(self.runners.values())).schedule.sub_batches
-        return Post(self.lanes, self.pipe.index, orders, [at for _, at in batches], count, self._like, lowest)
+        ats = [at for _, at in batches]
+        return Post(self.lanes, self.pipe.index, orders, ats, self._sub_batches, self._like, lowest)
 
     def _from_last(self, found: Tensor | None, shape: Sequence[int], loss: bool) -> Tensor:
         """Broadcast the losses (in fp32 or better) or Y of the last stage."""

@@ -289,8 +289,12 @@ class Runner:
         """The mean loss over the tokens of all ranks. Autograd can differentiate it."""
         if torch.is_grad_enabled() and (X.requires_grad or any(p.requires_grad for p in self.parameters)):
             return _Step.apply(X, self, at, *self.parameters)
-        ((loss, _),) = interleave([self.forward(X, at.without_backward(), clock := Clock())], clock)
+        ((loss, _),) = interleave([self.forward(X, at.without_backward(), clock := self.clock())], clock)
         return loss
+
+    def clock(self) -> Clock:
+        """For a step in which no micro-batches run beside each other."""
+        return Clock(alone=self.schedule.sub_batches == 1)
 
 
 def settle(pending: list[Gathered], sums: Sums, clock: Clock) -> Steps:
@@ -310,7 +314,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, X: Tensor, runner: Runner, at: At, *parameters: nn.Parameter) -> Tensor:
-        ((loss, ctx.passed),) = interleave([runner.forward(X, at, clock := Clock())], clock)
+        ((loss, ctx.passed),) = interleave([runner.forward(X, at, clock := runner.clock())], clock)
         ctx.runner, clock.forward = runner, False
         return loss
 

@@ -68,10 +68,6 @@ class Schedule:
 
         return compiled if self.compile else fuse_on(device)
 
-    def order(self, count: int) -> "Order":
-        """The order of forwards and backwards of `count` micro-batches, without a pipeline."""
-        return beside(count) if self.beside else in_turn(count)
-
     def __post_init__(self) -> None:
         for name in ("sub_batches", "chunks", "stages"):
             if getattr(self, name) < 1:
@@ -106,21 +102,6 @@ class Move(NamedTuple):
 
 
 Order = Sequence[Sequence[Move]]  # moves of one element run beside each other
-
-
-def in_turn(count: int) -> Order:
-    """Forward and backward of one micro-batch after another."""
-    return [[Move(kind, i)] for i in range(count) for kind in "FB"]
-
-
-def beside(count: int) -> Order:
-    """Each forward beside the backward of the micro-batch before it.
-
-    >>> beside(2) == parse("F0 F1+B0 B1")
-    True
-    """
-    inner = [[Move("F", i), Move("B", i - 1)] for i in range(1, count)]
-    return [[Move("F", 0)], *inner, [Move("B", count - 1)]]
 
 
 def parse(text: str) -> Order:
@@ -163,9 +144,12 @@ class Task(NamedTuple):
 class Clock:
     """Counts FLOPs. On it a link takes as long over all that a step sends as the work takes. The messages of an axis
     follow one another, and axes share the link. It begins anew with every step: the order of turns must not depend on
-    where a run was resumed."""
+    where a run was resumed.
 
-    def __init__(self) -> None:
+    If one generator runs `alone` throughout the step, there are no turns, and nothing is counted."""
+
+    def __init__(self, alone: bool = False) -> None:
+        self.alone = alone
         self.now = self._work = self._sent = 0.0
         self.forward = True  # the first of the step, from which the pace follows
         self._count = 0
@@ -173,6 +157,8 @@ class Clock:
 
     def launch(self, sent: float, axis: str) -> "Message":
         """A message that leaves now."""
+        if self.alone:
+            return axis, 0
         self._count += 1
         self._sent += sent if self.forward else 0.0
         if sent:
@@ -190,8 +176,9 @@ class Clock:
         return self.now + self._pace() * (until + others)
 
     def compute(self, work: float) -> None:
-        self._work += work if self.forward else 0.0
-        self.advance(self.now + work)
+        if work and not self.alone:
+            self._work += work if self.forward else 0.0
+            self.advance(self.now + work)
 
     def _pace(self) -> float:
         """Of a byte on the link: a backward does twice its forward's work and sends as much. 1 where a forward sends or
@@ -200,16 +187,17 @@ class Clock:
 
     def advance(self, moment: float) -> None:
         """Move on to `moment`, while messages progress."""
+        pace = self._pace() if self._left else 1.0
         while self._left and self.now < moment:
-            first = {axis: next(iter(each)) for axis, each in self._left.items()}
-            each, sent = self._pace() * len(first), min(self._left[axis][i] for axis, i in first.items())
+            each, first = pace * len(self._left), [(left, next(iter(left))) for left in self._left.values()]
+            sent = min(left[i] for left, i in first)
             step = min(sent * each, moment - self.now)
             self.now += step
-            for axis, i in first.items():
-                self._left[axis][i] -= step / each
-                if self._left[axis][i] <= 1e-9 * sent:
-                    del self._left[axis][i]
-            self._left = {axis: each for axis, each in self._left.items() if each}
+            for left, i in first:
+                left[i] -= step / each
+                if left[i] <= 1e-9 * sent:
+                    del left[i]
+            self._left = {axis: left for axis, left in self._left.items() if left}
         self.now = max(self.now, moment)
 
 
@@ -243,6 +231,10 @@ def interleave(tasks: Sequence[Task], clock: Clock) -> list[Any]:
     [['a', 'b']]
     """
     spare = deque[Callable[[], float]]()
+    if clock.alone:
+        from cuboid.comm.flight import run  # here, so that reading a configuration needs no torch
+
+        return [task.finish([run(steps) for steps in task.steps]) for task in tasks]
     results = [[None] * len(task.steps) for task in tasks]
     going = {(t, i): _Turns(steps) for t, task in enumerate(tasks) for i, steps in enumerate(task.steps)}
     while going:
@@ -262,7 +254,8 @@ def interleave(tasks: Sequence[Task], clock: Clock) -> list[Any]:
             continue
         turns.waits = pause.message or clock.launch(pause.sent, pause.axis)
         turns.work, turns.done = pause.work, turns.done + 1
-        clock.launch(*pause.aside)
+        if pause.aside[0]:
+            clock.launch(*pause.aside)
         if pause.later is not None:
             spare.append(pause.later)
     return [task.finish(found) for task, found in zip(tasks, results, strict=True)]

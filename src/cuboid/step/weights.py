@@ -12,24 +12,37 @@ A bucket has no state of a step: `Gathered` and `Sums` have it.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter_each
 from cuboid.comm.flight import Message, landed
-from cuboid.mesh.layout import Spec, ceil_div, data_of, round_up, set_shard, shard_of
+from cuboid.mesh.layout import Spec, ceil_div, data_of, set_shard, shard_of
 from cuboid.mesh.mesh import Mesh
 
 Tensors = dict[nn.Parameter, Tensor]  # weights or gradients of some parameters
 Landing = Callable[[], Tensors]  # waits for them
 MOST_IN_FLIGHT = 2  # buckets whose gradients are being reduced at a time
+
+
+class Slot(NamedTuple):
+    """A parameter's place in messages, which are padded to the longest shard."""
+
+    length: int  # elements of a rank
+    rows: int  # of the unsharded weight
+    padded: Sequence[int]  # its shape as it arrives
+    shard: Sequence[int]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], shard: Tensor, ranks: int) -> "Slot":
+        rows = ceil_div(shape[0], ranks)
+        return cls(rows * prod(shape[1:]), shape[0], (rows * ranks, *shape[1:]), shard.shape)
 
 
 class Bucket:
@@ -40,18 +53,17 @@ class Bucket:
         self.dtype = dtype or self.parameters[0].dtype
         self.shapes = {p: s.local_shape(mesh.cuboid, mesh.coordinates, gathered=("x",)) for p, s in specs.items()}
         self.partial = {axis: [p for p, spec in specs.items() if axis in spec.sums] for axis in ("x", "y", "z")}
-        # messages are padded to the longest shard: ceil(rows/x) rows of each parameter split by x
         split = [p for p, spec in specs.items() if "x" in spec.split_axes]
         split.sort(key=lambda p: -p.dim())  # keeps weights with the same input adjacent
-        self.lengths = {p: ceil_div(self.shapes[p][0], mesh.x.size) * prod(self.shapes[p][1:]) for p in split}
-        self.gathers = mesh.x.size > 1 and sum(self.lengths.values()) > 0
+        self.slots = {p: Slot.of(self.shapes[p], shard_of(p), mesh.x.size) for p in split}
+        lengths = [slot.length for slot in self.slots.values()]
+        self.gathers = mesh.x.size > 1 and sum(lengths) > 0
         self._least = mesh.x.transport.least_alone // self.dtype.itemsize if self.gathers else 0
-        self.messages = self._messages(self.lengths)
-        if split:
-            shards = [shard_of(p) for p in split]
-            flat = torch.cat([shard.view(-1) for shard in shards]).split([shard.numel() for shard in shards])
-            for p, shard, place in zip(split, shards, flat, strict=True):
-                set_shard(p, place.view(shard.shape))
+        self.messages = self._messages(split)
+        self._flat = shard_of(self.parameters[0]).new_zeros(sum(lengths))  # the shards as they are sent
+        for p, place in zip(split, self._flat.split_with_sizes(lengths), strict=True):
+            shard = shard_of(p)
+            set_shard(p, place[: shard.numel()].view(shard.shape).copy_(shard))
         self._data = {p: data_of(p) for p in self.parameters}
 
     @cached_property
@@ -72,42 +84,36 @@ class Bucket:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Bucket":
         return Bucket({deepcopy(p, memo): spec for p, spec in self.specs.items()}, self.mesh, self.dtype)
 
-    def _messages(self, lengths: Mapping[nn.Parameter, int]) -> list[dict[nn.Parameter, int]]:
-        """The parameters of each message, with their lengths."""
-        chosen = list(lengths.items())
-        return [dict(chosen[each]) for each in neighbours(list(lengths.values()), self._least)]
+    def _messages(self, sent: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
+        """The parameters of each message."""
+        return [sent[each] for each in neighbours(tuple(self.slots[p].length for p in sent), self._least)]
 
     # Weights: shards -> unsharded
 
     def gather(self) -> Landing:
         """Launch the all-gather. The returned function waits for the unsharded weights."""
-        x, sizes = self.mesh.x, [sum(message.values()) for message in self.messages]
-        flight = all_gather(self._packed(), x, sizes) if self.gathers else landed(self._packed())
+        x, lengths = self.mesh.x, [[self.slots[p].length for p in message] for message in self.messages]
+        sizes, flat = [sum(each) for each in lengths], self._flat.to(self.dtype)
+        flight = all_gather(flat, x, sizes) if self.gathers else landed(flat)
+        del flat
 
         def land() -> Tensors:
-            unsharded = {p: shard_of(p) for p in self.parameters if p not in self.lengths}
+            unsharded = {p: shard_of(p).to(self.dtype) for p in self.parameters if p not in self.slots}
             received = flight.wait().split_with_sizes([x.size * size for size in sizes])
-            for message, each in zip(self.messages, received, strict=True):
-                for p, weight in zip(message, by_weight(each.view(x.size, -1), list(message.values())), strict=True):
-                    rows, *rest = self.shapes[p]
-                    unsharded[p] = first_rows(rows, weight.view(round_up(rows, x.size), *rest))
-            same = self.parameters[0].dtype == self.dtype
-            return unsharded if same else {p: weight.to(self.dtype) for p, weight in unsharded.items()}
+            for message, each, elements in zip(self.messages, received, lengths, strict=True):
+                for p, weight in zip(message, by_weight(each.view(x.size, -1), elements), strict=True):
+                    slot = self.slots[p]
+                    unsharded[p] = first_rows(slot.rows, weight.view(slot.padded))
+            return unsharded
 
         return land
-
-    def _packed(self) -> Tensor:
-        """The shards as they are sent: a view, unless some are padded or converted to another dtype."""
-        shards = [(shard_of(p).view(-1), length) for p, length in self.lengths.items()]
-        padded = [F.pad(shard, (0, n - shard.numel())) if shard.numel() < n else shard for shard, n in shards]
-        return joined(padded).to(self.dtype) if padded else torch.empty(0)
 
     # Gradients: unsharded -> shards
 
     def reduce(self, gradients: Tensors) -> Landing:
         """Launch the reduce-scatter of `gradients` over x; the returned function waits for it. Empties the dict, so
         that the backend can release what it has sent."""
-        sent = {p: length for p, length in self.lengths.items() if p in gradients}
+        sent = [p for p in self.slots if p in gradients]
         if not self.gathers or not sent:
             return lambda: gradients
         messages = [[self._by_rank(p, gradients) for p in message] for message in self._messages(sent)]
@@ -117,26 +123,28 @@ class Bucket:
         del packed
 
         def land() -> Tensors:
-            for p, total in zip(sent, flight.wait().split_with_sizes(list(sent.values())), strict=True):
-                shard = shard_of(p)
-                gradients[p] = first_rows(shard.numel(), total).view(shard.shape)
+            totals = flight.wait().split_with_sizes([self.slots[p].length for p in sent])
+            for p, total in zip(sent, totals, strict=True):
+                shard = self.slots[p].shard
+                gradients[p] = first_rows(prod(shard), total).view(shard)
             return gradients
 
         return land
 
     def _by_rank(self, parameter: nn.Parameter, gradients: Tensors) -> Tensor:
         """Pop a gradient as [x, elements], one row per rank of x; short shards are padded."""
-        gradient, x = gradients.pop(parameter), self.mesh.x.size
-        rows, *rest = gradient.shape
-        if rows % x:
-            gradient = torch.cat((gradient, gradient.new_zeros(round_up(rows, x) - rows, *rest)))
-        return gradient.reshape(x, -1).to(self.dtype)
+        gradient, slot = gradients.pop(parameter), self.slots[parameter]
+        missing = slot.padded[0] - slot.rows
+        if missing:
+            gradient = torch.cat((gradient, gradient.new_zeros(missing, *slot.padded[1:])))
+        return gradient.reshape(self.mesh.x.size, -1).to(self.dtype)
 
 
-def neighbours(lengths: Sequence[int], least: int) -> list[slice]:
+@cache
+def neighbours(lengths: tuple[int, ...], least: int) -> list[slice]:
     """Groups for messages: lengths of at least `least` alone, the others together with their neighbours.
 
-    >>> neighbours([9, 2, 3, 8, 7, 1], 7)
+    >>> neighbours((9, 2, 3, 8, 7, 1), 7)
     [slice(0, 1, None), slice(1, 3, None), slice(3, 4, None), slice(4, 5, None), slice(5, 6, None)]
     """
     starts = [i for i, n in enumerate(lengths) if i == 0 or n >= least or lengths[i - 1] >= least]
@@ -154,8 +162,8 @@ def by_weight(shards: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
     if 1 in (ranks, len(lengths)):
         return shards.view(-1).split_with_sizes(sizes)
     found = torch.empty_like(shards).view(-1).split_with_sizes(sizes)
-    for each, columns in zip(found, shards.split_with_sizes(list(lengths), 1), strict=True):
-        each.view(columns.shape).copy_(columns)
+    places = [each.view(ranks, -1) for each in found]
+    torch._foreach_copy_(places, shards.split_with_sizes(list(lengths), 1))
     return found
 
 
@@ -201,7 +209,7 @@ class Gathered:
     def lasting(self, parameter: nn.Parameter) -> Tensor:
         """A weight that may be kept: it does not keep what was gathered with it alive."""
         bucket = self._bucket(parameter)
-        return self[parameter].clone() if bucket.gathers and parameter in bucket.lengths else self[parameter]
+        return self[parameter].clone() if bucket.gathers and parameter in bucket.slots else self[parameter]
 
     def release(self) -> None:
         self._weights.clear()
