@@ -93,7 +93,7 @@ class Bucket:
     def gather(self) -> Landing:
         """Launch the all-gather. The returned function waits for the unsharded weights."""
         x, lengths = self.mesh.x, [[self.slots[p].length for p in message] for message in self.messages]
-        sizes, flat = [sum(each) for each in lengths], self._flat.to(self.dtype)
+        sizes, flat = [sum(each) for each in lengths], self._packed().to(self.dtype)
         flight = all_gather(flat, x, sizes) if self.gathers else landed(flat)
         del flat
 
@@ -107,6 +107,11 @@ class Bucket:
             return unsharded
 
         return land
+
+    def _packed(self) -> Tensor:
+        """The shards as they are sent. On one device parameters are plain, and may have been given other data."""
+        plain = self.slots and self.mesh.cuboid.ranks == 1
+        return joined([shard_of(p).view(-1) for p in self.slots]) if plain else self._flat
 
     # Gradients: unsharded -> shards
 
