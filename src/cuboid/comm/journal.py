@@ -210,8 +210,10 @@ def behind(accounts: Mapping[int, Account]) -> list[tuple[str, list[int]]]:
 
 
 def unfinished() -> list[str]:
-    """The first launched, not completed collective of each group, by PyTorch's flight recorder if it is on."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    """The first launched, not completed collective of each group, by PyTorch's flight recorder if it is on: NCCL's,
+    which builds for CUDA have, else that of the CPU's backends."""
+    recorders = torch._C._distributed_c10d
+    dump = getattr(recorders, "_dump_nccl_trace_json", None) or getattr(recorders, "_dump_fr_trace_json", None)
     entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", []) if dump else []
     first: dict[str, str] = {}
     for each in entries:
