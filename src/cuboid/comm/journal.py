@@ -3,7 +3,7 @@
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -24,6 +24,8 @@ class Watcher(Protocol):
     def share(self) -> float: ...
 
     def disagree(self) -> None: ...
+
+    def paused(self) -> AbstractContextManager[None]: ...
 
 
 class Journal:
