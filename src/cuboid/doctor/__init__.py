@@ -112,7 +112,7 @@ def on_rank(world: World, stage: str, config: TrainConfig, hardware: str) -> lis
     with watched(world.rank, world.size, PATIENCE) as watch:
         if watch is not None:
             watch.step = 1  # from here on no rank may be silent
-        return STAGES[stage](replace(world, watch=watch), settled(config, world.device)[0], hardware)
+        return STAGES[stage](replace(world, watch=watch), settled(config, world)[0], hardware)
 
 
 def examine(
