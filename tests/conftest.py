@@ -19,6 +19,8 @@ import counts
 import pytest
 import stress
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is used: ranks of the tests compute on CPUs on every machine
+
 #: The temporary folder. Its name also marks, in their environment, the processes that the suite starts.
 SESSION = pytest.StashKey[Path]()
 

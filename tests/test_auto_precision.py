@@ -1,6 +1,8 @@
 """The precision of a run that sets none: by the device, or as the run began."""
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +12,14 @@ from tiny import Cuboid, on, sets, settings, write_text
 
 from cuboid import device
 from cuboid.plan.hardware import PRESETS
+from cuboid.run import launch
+from cuboid.run.launch import Pool, World
 from cuboid.train import preflight
 from cuboid.train.config import TrainConfig, load, resolved_toml
 from cuboid.train.precision import settled
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU, OLD = (World(0, 1, torch.device(*where), 1) for where in (("cpu",), ("cuda", 0)))
+GPU = replace(OLD, bf16=True)
 BEFORE = Path(__file__).parent / "run_0_1"  # its checkpoints do not say what they were computed in
 
 
@@ -27,13 +32,37 @@ def test_auto_precision_is_the_default_and_goes_by_the_device(monkeypatch: pytes
     default = load(None)
     assert default.precision.dtype == "auto"
     assert chosen(default, CPU) == ("fp32", "the default on CPUs")
-    for generation, expected in ((9, ("bf16", "the default on GPUs")), (7, ("fp32", "this GPU has no bf16"))):
+    for world, expected in ((GPU, ("bf16", "the default on GPUs")), (OLD, ("fp32", "a GPU has no bf16"))):
+        dtype, why = chosen(default, world)
+        assert (dtype, why.partition(";")[0]) == expected
+        assert chosen(load(None, ["precision.dtype=fp16"]), world) == ("fp16", "")
+
+
+def test_bf16_is_computed_fast_since_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for generation, expected in ((9, True), (7, False)):
         properties = SimpleNamespace(major=generation)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
-        dtype, why = chosen(default, GPU)
-        assert (dtype, why.partition(";")[0]) == expected
-        assert chosen(load(None, ["precision.dtype=fp16"]), GPU) == ("fp16", "")
-    assert not device.computes_bf16(CPU)
+        assert device.computes_bf16(GPU.device) is expected
+    assert not device.computes_bf16(CPU.device)
+
+
+@pytest.mark.parametrize(("generations", "expected"), [((8, 7), "fp32"), ((8, 9), "bf16")], ids=str)
+def test_auto_precision_is_one_for_all_ranks(
+    generations: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of hosts with different GPUs: in others, ranks would send unequal messages."""
+    where = "get_device_properties", lambda _: SimpleNamespace(major=generations[int(os.environ["RANK"])])
+    monkeypatch.setattr(torch.cuda, *where)
+    monkeypatch.setattr(launch, "_all_on_gpus", lambda *_: True)
+    monkeypatch.setattr(launch, "take", lambda local: GPU.device)
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda *_, **__: None)  # no NCCL here
+    monkeypatch.setattr(launch, "group_options", lambda *_: None)
+    with Pool(2) as ranks:
+        assert [config.precision.dtype for config, _ in ranks.run(precision)] == [expected] * 2
+
+
+def precision(world: World) -> tuple[TrainConfig, str]:
+    return settled(TrainConfig(), world)
 
 
 def test_auto_precision_of_plans_is_the_hardwares() -> None:
@@ -87,8 +116,7 @@ def test_auto_precision_is_said_recorded_and_kept(cuboid: Cuboid, tmp_path: Path
     assert chosen(asked, CPU, tmp_path / "new", tmp_path / "step-00000001") == ("bf16", "as it began")
 
 
-def test_auto_precision_of_an_earlier_versions_checkpoint_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9))
+def test_auto_precision_of_an_earlier_versions_checkpoint_is_fp32() -> None:
     assert chosen(load(None), GPU, None, BEFORE / "checkpoints" / "step-00000006") == ("fp32", "as it began")
 
 

@@ -1,10 +1,14 @@
 """A checkpoint is complete or absent. A run resumed from it equals one that was never stopped, on any cuboid."""
 
 import json
+import os
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import namespaces
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,15 +16,19 @@ from tiny import furthest, on, ranks_of, said_to_resuming, tiny, write_text
 from torch import Tensor
 
 from cuboid.device import HostCopies
+from cuboid.run.cluster import Cluster
+from cuboid.run.errors import RankError
 from cuboid.run.launch import Pool, World
+from cuboid.run.watch import watched
 from cuboid.train import checkpoint
 from cuboid.train.config import TrainConfig
 from cuboid.train.listing import complete, newest, step_of
 from cuboid.train.loop import Trainer
-from cuboid.train.writer import Writer
+from cuboid.train.writer import WRITING, Writer, connected
 
 Pools = Callable[[int], Pool]
 DROPOUT = "model.dropout=0.1"
+AMPLE = 24.0  # seconds that the watch allows where no rank stalls
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +73,7 @@ class Run:
 
     def close(self) -> None:
         self.trainer.model.parallel.mesh.close()
-        dist.destroy_process_group(self.writer.group)
+        dist.destroy_process_group(self.writer._axis.group)
 
 
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
@@ -203,3 +211,56 @@ def test_checkpoint_writer_background_matches_foreground(text: Path, tmp_path: P
         assert all(pool(2).run(while_training_goes_on, config, folder))
         manifests.append(json.loads((newest(folder) / "manifest.json").read_text()))
     assert manifests[0] == manifests[1]
+
+
+# Waiting
+
+
+def patient(world: World, config: TrainConfig, folder: Path) -> int:
+    """A checkpoint that takes until the watch has stopped counting. The step in which it counts afterwards."""
+    with watched(world.rank, world.size, AMPLE) as watch:
+        assert watch is not None
+        trainer = Trainer(config, replace(world, watch=watch))
+        writer = Writer(folder, trainer.model, 0, background=False)
+        trainer.step()
+        free = writer._begin
+
+        def begin(aside: Path, needed: int) -> int:
+            while watch.step:
+                time.sleep(0.01)
+            return free(aside, needed)
+
+        writer._begin = begin  # type: ignore[method-assign]
+        writer.save(trainer.done, trainer.optimizer, trainer.state())
+        return watch.step
+
+
+def test_checkpoint_may_take_longer_than_the_watch_allows_a_rank(text: Path, tmp_path: Path) -> None:
+    with Pool(2) as ranks:
+        assert ranks.run(patient, tiny(text, *on("1,2,1")), tmp_path / "saved") == [1, 1]
+    assert [path.name for path in complete(tmp_path / "saved")] == ["step-00000001"]
+
+
+def connect(world: World) -> float:
+    """Seconds for which ranks wait for others that write."""
+    group = connected(world.rank, world.size).group
+    assert group is not None
+    return float(group._get_backend(world.device).options._timeout.total_seconds())
+
+
+def connect_on_loopback(world: World) -> None:
+    """As where the name of a host leads to its loopback, while its messages of a step go elsewhere."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    connect(world)
+
+
+@namespaces.needed
+def test_checkpoint_writer_connects_hosts_before_the_first_step() -> None:
+    said = r"rank \d of 2 could not connect to the others over gloo, which checkpoints need: .*; set GLOO_SOCKET_IFNAME"
+    with Cluster(2) as hosts:
+        with Pool(2, hosts) as ranks:
+            assert ranks.run(connect) == [WRITING.total_seconds()] * 2
+        with pytest.raises(RankError, match=said) as caught, Pool(2, hosts) as ranks:
+            ranks.run(connect_on_loopback)
+    assert "\n" not in str(caught.value)
+    assert "pytorch" not in str(caught.value)

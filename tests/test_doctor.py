@@ -203,13 +203,15 @@ def test_examine_ends_with_the_stage_that_fails() -> None:
     found, error = examine(ask, told.append)
     assert found == told
     assert isinstance(error, RankError)
-    assert found[:2] == [good, good]
-    expect(found[2], "error", "rank 3 failed … KeyError: 7", "not tried: training")
-    assert found[2].check == "exactness"
-    assert examine(lambda _: [good], told.append) == ([good] * 4, None)
+    assert found[:-1] == [good] * 3
+    expect(found[-1], "error", "rank 3 failed … KeyError: 7", "not tried: training")
+    assert found[-1].check == "exactness"
+    assert examine(lambda _: [good], told.append) == ([good] * len(doctor.STAGES), None)
     expect(failed("links", TimeoutError(), []), "error", "TimeoutError")
     refused = failed("machine", ValueError("there is no eth9; set another"), ["links"])
     assert (refused.said, refused.remedy) == ("there is no eth9; not tried: links", "set another")
+    apart = failed("storage", RankError("rank 1 could not connect to the others; set GLOO_SOCKET_IFNAME"), [])
+    assert (apart.said, apart.remedy) == ("rank 1 could not connect to the others", "set GLOO_SOCKET_IFNAME")
 
 
 def test_doctor_cli_finds_this_machine_ready(tmp_path: Path, cuboid: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What is done otherwise on a GPU than on a CPU, by default: asked without one. Fusing: tests/gpu."""
 
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,10 +39,11 @@ def test_sub_batches_of_a_gpu_must_be_larger() -> None:
 
 def test_nccl_goes_before_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that are split from the world's take over its options."""
-    nccl = SimpleNamespace(Options=lambda **options: options)
+    nccl = SimpleNamespace(Options=lambda **options: SimpleNamespace(**options, _timeout=timedelta(minutes=10)))
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
-    assert device.group_options(GPU) == {"is_high_priority_stream": True}
-    assert device.group_options(CPU) is None
+    limit = timedelta(seconds=100)  # the group's, or PyTorch warns
+    assert vars(device.group_options(GPU, limit)) == {"is_high_priority_stream": True, "_timeout": limit}
+    assert device.group_options(CPU, limit) is None
 
 
 def test_one_of_seven_collectives_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

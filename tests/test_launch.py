@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from commands import HUNG
 from tiny import curve, losses, on, settings, tiny, write_text
@@ -22,6 +23,7 @@ from cuboid.run.errors import RankError
 from cuboid.run.interfaces import check_interfaces
 from cuboid.run.launch import Pool, World, join_world, launch, rank_of
 from cuboid.run.meeting import fresh_store
+from cuboid.run.started import local_ranks
 
 Pools = Callable[[int], Pool]
 
@@ -151,6 +153,32 @@ def test_interfaces_must_be_there(variable: str, value: str, fits: bool, monkeyp
         return
     with pytest.raises(ValueError, match=f"{variable}={value} .* has lo, eth0; set it to one of these"):
         check_interfaces(backend)
+
+
+def test_join_world_on_gpus_wants_to_be_told_the_place_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of mpirun and srun. All ranks of all hosts would count as ranks of one."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    said = r"rank 1 of 2 sees GPUs, .* did not set LOCAL_RANK and LOCAL_WORLD_SIZE; set .*SLURM_LOCALID"
+    with pytest.raises(ValueError, match=said):
+        launch(rank_and_size, 2)
+    with pytest.raises(ValueError, match=said):  # before memory is planned for CPUs
+        local_ranks(2)
+
+
+def test_join_world_looks_at_interfaces_of_checkpoints_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("cuboid.run.launch.backend_for", lambda _: "nccl")
+    monkeypatch.setattr("cuboid.run.launch.check_interfaces", seen.append)
+    monkeypatch.setattr("cuboid.run.launch._keep_memory", lambda: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    join_world(dist.HashStore())
+    assert seen == ["nccl", "gloo"]
 
 
 def test_rank_that_cannot_join_says_why(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from cuboid.model.config import ModelConfig
 from cuboid.plan import hardware
 from cuboid.plan.calibrate import Calibration, across_hosts, calibrate
 from cuboid.plan.calibrate.fitting import fit, fit_links, fit_matmuls
-from cuboid.plan.calibrate.timing import Bench, Sample, Scale, Settings, time_processor
+from cuboid.plan.calibrate.timing import Bench, Sample, Scale, Settings, time_matmuls, time_processor
 from cuboid.plan.layer import Work
 from cuboid.plan.search import Ranking, rank
 from cuboid.run.launch import World
@@ -228,6 +228,16 @@ def counted(world: World) -> tuple[int, int, float]:
 def test_calibrate_times_many_calls_between_waits_on_gpu(pool) -> None:
     """20 in 20 ms, twice, after two that warm up and are timed; on a CPU each by itself."""
     assert pool(2).run(counted) == [(2 + 2 * 20, 1 + 2, pytest.approx(0.001))] * 2
+
+
+def test_calibrate_multiplies_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal ones draw less power, so that a GPU's clock is higher than in training."""
+    bench, spread = Bench(World(0, 1, torch.device("cpu"), 1)), list[float]()
+    monkeypatch.setattr(bench, "computing", lambda work: spread.append(work().std().item()) or 1.0)
+    small = ModelConfig("gpt2", layers=1, hidden=32, heads=4, vocab=64, context=8)
+    time_matmuls(bench, Scale.of(torch.device("cpu"), Settings(small, 8)))
+    assert spread
+    assert min(spread) > 1
 
 
 def test_calibrate_scale_suits_device_and_keeps_what_is_asked() -> None:

@@ -272,14 +272,26 @@ def test_unfinished_lists_first_of_each_group_in_flight_recorder(monkeypatch: py
         entry("y", 8, "scheduled"),
         entry("x", 3, "started"),
     ]
-    dump = json.dumps({"entries": entries}).encode()
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda **_: dump)
+    dump, recorders = json.dumps({"entries": entries}).encode(), torch._C._distributed_c10d
+    monkeypatch.setattr(recorders, "_dump_nccl_trace_json", lambda **_: dump, raising=False)  # in builds for CUDA
+    monkeypatch.setattr(recorders, "_dump_fr_trace_json", lambda **_: b"{}")  # of the CPU's backends
     assert unfinished() == [
         "nccl:all_gather 7 of [[4, 2]] over group y is started",
         "nccl:all_gather 3 of [[4, 2]] over group x is started",
     ]
-    monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+    monkeypatch.delattr(recorders, "_dump_nccl_trace_json")
     assert unfinished() == []
+    monkeypatch.delattr(recorders, "_dump_fr_trace_json")
+    assert unfinished() == []
+
+
+def test_paused_watch_counts_no_time() -> None:
+    watch = Watch(0, 2, dist.HashStore(), AMPLE)
+    watch.step = 3
+    with suppress(KeyError), watch.paused():
+        assert watch.step == 0  # outside a step a rank may be busy for any time
+        raise KeyError
+    assert watch.step == 3
 
 
 def test_explain_reports_mismatch_older_than_journal() -> None:

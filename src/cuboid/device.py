@@ -3,7 +3,8 @@
 import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import get_context
+from datetime import timedelta
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,8 +19,17 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def gpu_count() -> int:
-    """The number of GPUs, found without CUDA: a process that has used CUDA forks ranks that cannot."""
+    """The number of GPUs, found without CUDA: a process that has used CUDA forks ranks that cannot. Where the driver's
+    library does not tell, as of MIG devices, a child is asked, which may use CUDA."""
+    forks = parent_process() is None and torch.cuda._is_compiled() and not torch.cuda.is_initialized()
+    if forks and torch.cuda._device_count_nvml() < 0:
+        return int(_in_child(_count))
     return torch.cuda.device_count()
+
+
+def hide_gpus() -> None:
+    """Have this process, which has not used CUDA, see no GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def any_gpu() -> bool:
@@ -59,6 +69,10 @@ def name_of(device: torch.device) -> str:
 def gpu_at_hand(ranks: int) -> tuple[str, int] | None:
     """Name and bytes of the first GPU, if this host's `ranks` will compute on GPUs."""
     return _in_child(_properties)[0] if gpus_for(ranks) else None
+
+
+def _count() -> int:
+    return torch.cuda.device_count()
 
 
 def _properties() -> list[tuple[str, int]]:
@@ -106,9 +120,14 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if is_gpu(device) else "gloo"
 
 
-def group_options(device: torch.device) -> Any:
-    """Options of process groups: NCCL's kernels have priority over compute, so that other ranks do not wait longer."""
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if is_gpu(device) else None
+def group_options(device: torch.device, timeout: timedelta) -> Any:
+    """Options of process groups: NCCL's kernels have priority over compute, so that other ranks do not wait longer.
+    PyTorch warns if the options do not have the group's timeout."""
+    if not is_gpu(device):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def prepare_deterministic() -> None:

@@ -5,6 +5,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import namespaces
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import Spec
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
+from cuboid.run.cluster import Cluster
 from cuboid.run.launch import Pool, World
 
 
@@ -60,6 +62,30 @@ def test_launch_with_too_few_gpus_on_a_host_uses_gloo_on_all_and_warns_once(
     with Pool(2) as pool:
         assert pool.run(backend) == ["cpu gloo"] * 2
     assert capfd.readouterr().err.count(f"{lacking} of 2 ranks are on hosts with fewer GPUs than ranks, so all") == 1
+
+
+def test_gpus_that_cuda_alone_can_count_are_counted_by_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose CUDA has counted them forks ranks that cannot use CUDA. A rank counts by itself."""
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", os.getpid)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
+    assert device.gpu_count() == os.getpid()
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: -1)  # no NVML, or MIG
+    assert device.gpu_count() not in (0, os.getpid())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert device.gpu_count() == os.getpid()
+
+
+@namespaces.needed
+def test_ranks_of_emulated_hosts_take_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first of each host would take the same one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(os.environ["CUDA_VISIBLE_DEVICES"]))
+    with Cluster(2) as hosts, Pool(2, hosts) as pool:
+        assert pool.run(backend) == ["cpu gloo"] * 2
+    assert capfd.readouterr().err == ""
 
 
 def test_gpu_at_hand_is_asked_by_a_child(monkeypatch: pytest.MonkeyPatch) -> None:

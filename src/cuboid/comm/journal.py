@@ -3,7 +3,7 @@
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -24,6 +24,8 @@ class Watcher(Protocol):
     def share(self) -> float: ...
 
     def disagree(self) -> None: ...
+
+    def paused(self) -> AbstractContextManager[None]: ...
 
 
 class Journal:
@@ -210,8 +212,10 @@ def behind(accounts: Mapping[int, Account]) -> list[tuple[str, list[int]]]:
 
 
 def unfinished() -> list[str]:
-    """The first launched, not completed collective of each group, by PyTorch's flight recorder if it is on."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    """The first launched, not completed collective of each group, by PyTorch's flight recorder if it is on: NCCL's,
+    which builds for CUDA have, else that of the CPU's backends."""
+    recorders = torch._C._distributed_c10d
+    dump = getattr(recorders, "_dump_nccl_trace_json", None) or getattr(recorders, "_dump_fr_trace_json", None)
     entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", []) if dump else []
     first: dict[str, str] = {}
     for each in entries:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import torch
+import torch.distributed as dist
 
 from cuboid.comm.collectives import from_all, from_first
 from cuboid.device import name_of
@@ -22,12 +23,14 @@ from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, Policy
 from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.hardware import Hardware, load, of_gpu
+from cuboid.run.errors import RankError
 from cuboid.run.launch import World
 from cuboid.run.watch import watched
 from cuboid.train.auto import vocab_of
 from cuboid.train.config import TrainConfig
 from cuboid.train.precision import settled
 from cuboid.train.preflight import need, remedy
+from cuboid.train.writer import connected
 
 PATIENCE = 120.0  # seconds for which a rank may be silent
 MOMENTS = 3  # tensors of a parameter in a checkpoint: itself, and two of AdamW's
@@ -37,7 +40,6 @@ def look(world: World, config: TrainConfig, _: str) -> list[Finding]:
     """Findings that need no trial."""
     mesh = Mesh(config.cuboid_shape(), world.rank, world.device, watch=world.watch, per_host=world.local_size)
     facts = from_all(facts_of(world), mesh.world)
-    stored = _storage(world, config, mesh)
     mesh.close()
     if world.rank:
         return []
@@ -49,12 +51,13 @@ def look(world: World, config: TrainConfig, _: str) -> list[Finding]:
         checks.topology(facts, config.cuboid_shape(), sent_by(config)),
         *checks.settings(facts, config.precision.deterministic),
         checks.memory(facts, wanted, remedy(config, 1 if gpu else world.local_size, free, world.apart, gpu)),
-        stored,
     ]
 
 
-def _storage(world: World, config: TrainConfig, mesh: Mesh) -> Finding:
-    """The first rank writes a file where checkpoints will be, and all ranks look for it."""
+def store(world: World, config: TrainConfig, _: str) -> list[Finding]:
+    """The first rank writes a file where checkpoints will be, and all ranks look for it. They tell each other over the
+    group that checkpoints use."""
+    everyone = connected(world.rank, world.size)
     wanted = Path(config.logging.folder or "runs").absolute()
     folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())
     fault, file = "", None
@@ -63,13 +66,16 @@ def _storage(world: World, config: TrainConfig, mesh: Mesh) -> Finding:
             file = NamedTemporaryFile(dir=folder, prefix=".cuboid-doctor-")  # noqa: SIM115  # gone when it is closed
         except OSError as error:
             fault = error.strerror or str(error)
-    path = from_first(file.name if file is not None else None, mesh.world)
-    seen = from_all((host_name(), path is None or Path(path).exists()), mesh.world)
+    path = from_first(file.name if file is not None else None, everyone)
+    seen = from_all((host_name(), path is None or Path(path).exists()), everyone)
     if file is not None:
         file.close()
+    dist.destroy_process_group(everyone.group)
+    if world.rank:
+        return []
     model = config.model_config(config.model.vocab or vocab_of(config.data))
     hosts = {host: all(sees for other, sees in seen if other == host) for host, _ in seen}
-    return checks.storage(str(folder), hosts, shutil.disk_usage(folder).free, 4 * MOMENTS * model.parameters, fault)
+    return [checks.storage(str(folder), hosts, shutil.disk_usage(folder).free, 4 * MOMENTS * model.parameters, fault)]
 
 
 def sent_by(config: TrainConfig) -> dict[str, int]:
@@ -94,6 +100,7 @@ def hardware_of(name: str, device: torch.device) -> Hardware | None:
 
 STAGES: dict[str, Callable[[World, TrainConfig, str], list[Finding]]] = {
     "machine": look,
+    "storage": store,
     "links": on_links,
     "exactness": lambda world, config, _: try_exactness(world, config.cuboid_shape()),
     "training": lambda world, config, _: try_training(world, config),
@@ -105,7 +112,7 @@ def on_rank(world: World, stage: str, config: TrainConfig, hardware: str) -> lis
     with watched(world.rank, world.size, PATIENCE) as watch:
         if watch is not None:
             watch.step = 1  # from here on no rank may be silent
-        return STAGES[stage](replace(world, watch=watch), settled(config, world.device)[0], hardware)
+        return STAGES[stage](replace(world, watch=watch), settled(config, world)[0], hardware)
 
 
 def examine(
@@ -135,6 +142,6 @@ def failed(stage: str, error: Exception, left: list[str]) -> Finding:
     said = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1].strip()}"
     untried = f"; not tried: {', '.join(left)}" if left else ""
     remedy = "repeat it with NCCL_DEBUG=WARN, and with fewer ranks, to see which of them it is"
-    if isinstance(error, ValueError) and "; " in said:  # which ends with its own
+    if isinstance(error, ValueError | RankError) and "; " in said and len(lines) == 1:  # which ends with its own
         said, _, remedy = said.rpartition("; ")
     return Finding(stage, "error", f"{said}{untried}", remedy, {"error": str(error)})

@@ -126,6 +126,7 @@ class Hurtful(NamedTuple):
 _ON = ("1", "true", "yes", "y", "on")
 HURTFUL = (
     Hurtful("CUDA_LAUNCH_BLOCKING", "gpu", _ON, "the host waits for every kernel"),
+    Hurtful("CUDA_DEVICE_MAX_CONNECTIONS", "gpu", ("1",), "kernels wait for messages that were launched before them"),
     Hurtful("TORCH_NCCL_BLOCKING_WAIT", "gpu", _ON, "the host waits for every collective"),
     Hurtful("NCCL_BLOCKING_WAIT", "gpu", _ON, "the host waits for every collective"),
     Hurtful("NCCL_P2P_DISABLE", "gpu", _ON, "GPUs of a host do not use NVLink"),

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,13 +22,13 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 from cuboid.comm.transport.sharing import late_timers
-from cuboid.device import any_gpu, backend_for, gpus_for, group_options, is_gpu, take
+from cuboid.device import any_gpu, backend_for, computes_bf16, gpus_for, group_options, hide_gpus, is_gpu, take
 from cuboid.run.cluster import PR_SET_PDEATHSIG, Cluster, Host
 from cuboid.run.errors import RankError, RunError
 from cuboid.run.interfaces import check_interfaces
 from cuboid.run.meeting import meet, quietly, unreachable
 from cuboid.run.report import report
-from cuboid.run.started import under_torchrun
+from cuboid.run.started import place_on_host, under_torchrun
 from cuboid.run.stop import Stop, leave_signals_to_parent
 from cuboid.run.watch import Watch
 
@@ -54,7 +54,8 @@ class World:
         attempt: How often the run's ranks were restarted before.
         stop: Whether the run was asked to stop.
         watch: The watchdog, if there is one.
-        host: The emulated host of the rank, if any.
+        host: The emulated host of the rank, if any; it has no GPU.
+        bf16: Whether every rank's device computes faster in bf16 than in fp32.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class World:
     stop: Stop | None = None
     watch: Watch | None = None
     host: Host | None = None
+    bf16: bool = False
 
     @property
     def apart(self) -> bool:
@@ -92,38 +94,34 @@ def join_world(
     connects two ranks when one first sends to the other, not all at once."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local, local_size = place_on_host(rank, size)
     if store is None:
         store = meet(rank, size, timeout, late=max(timeout, TIMEOUT))  # a late import is not a stalled collective
     device = take(local) if _all_on_gpus(store, rank, size, local_size) else torch.device("cpu")
-    check_interfaces(backend_for(device))
+    bf16 = is_gpu(device) and _totals(store, size, {"without bf16": not computes_bf16(device)}) == [0]
+    for backend in (backend_for(device), "gloo"):  # which checkpoints need everywhere
+        check_interfaces(backend)
     if not is_gpu(device):
         _keep_memory()
         torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout)
     with late_timers() if size > CROWD * (os.cpu_count() or 1) else nullcontext():
         dist.init_process_group(
             backend_for(device),
             rank=rank,
             world_size=size,
             store=store,
-            timeout=timedelta(seconds=timeout),
+            timeout=limit,
             device_id=device if is_gpu(device) else None,
-            pg_options=group_options(device),
+            pg_options=group_options(device, limit),
         )
-    return World(rank, size, device, local_size, attempt, stop)
+    return World(rank, size, device, local_size, attempt, stop, bf16=bf16)
 
 
 def _all_on_gpus(store: dist.Store, rank: int, size: int, local_size: int) -> bool:
     """Whether every rank of every host gets a GPU. If one does not, all compute on CPUs: no backend connects both."""
-    without, seen, asked, agreed = (f"cuboid/{name}" for name in ("without a GPU", "GPUs seen", "asked", "agreed"))
-    store.add(without, int(not gpus_for(local_size)))
-    store.add(seen, int(any_gpu()))
-    if store.add(asked, 1) >= size:
-        store.set(agreed, "")
-    store.wait([agreed])
-    lacking = store.add(without, 0)
-    if rank == 0 and lacking and store.add(seen, 0):
+    lacking, seeing = _totals(store, size, {"without a GPU": not gpus_for(local_size), "seeing GPUs": any_gpu()})
+    if rank == 0 and lacking and seeing:
         print(
             f"warning: {lacking} of {size} ranks are on hosts with fewer GPUs than ranks, so all compute on CPUs, over "
             "gloo; to use the GPUs, start at most as many ranks on each host as it has",
@@ -131,6 +129,18 @@ def _all_on_gpus(store: dist.Store, rank: int, size: int, local_size: int) -> bo
             flush=True,
         )
     return not lacking
+
+
+def _totals(store: dist.Store, size: int, mine: Mapping[str, bool]) -> list[int]:
+    """Of how many ranks each is true. INVARIANT: identical on all ranks, which must all ask."""
+    names = [f"cuboid/{name}" for name in mine]
+    for name, holds in zip(names, mine.values(), strict=True):
+        store.add(name, int(holds))
+    asked, agreed = f"{names[0]}, asked", f"{names[0]}, agreed"
+    if store.add(asked, 1) >= size:
+        store.set(agreed, "")
+    store.wait([agreed])
+    return [store.add(name, 0) for name in names]
 
 
 def _keep_memory() -> None:
@@ -166,6 +176,7 @@ def _serve(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
         host.enter()
+        hide_gpus()  # its ranks do not know of other hosts', which would take the same one
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -95,6 +95,15 @@ class Watch:
         _until(self._judged.is_set, 4 * self.grace + MOMENT)
         raise self._verdict or Mismatched(f"step {self.step}: collectives do not match")
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For as long as this rank waits for itself: it may be busy for any time, as outside a step."""
+        step, self.step = self.step, 0
+        try:
+            yield
+        finally:
+            self.step = step
+
     def alarm(self, alarm: Alarm) -> None:
         self._alarm = self._alarm or alarm
         self._wake.set()

@@ -153,7 +153,7 @@ class PrecisionSection:
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = key(
         "auto",
-        "of matmuls and activations, weights at rest are fp32; auto: bf16 on GPUs that have it, else fp32; a resumed "
+        "of matmuls and activations, weights at rest are fp32; auto: bf16 if all GPUs have it, else fp32; a resumed "
         "run keeps its own",
         spellings=SPELLINGS,
     )

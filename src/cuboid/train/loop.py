@@ -94,7 +94,7 @@ class Trainer:
         layout: Callable[[TrainConfig, ModelConfig, World], Parallel] = on_cuboid,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.config = config = settled(config, world.device)[0]
+        self.config = config = settled(config, world)[0]
         if config.precision.deterministic:
             be_deterministic(world.device)
         self.corpus = corpus_of(config, warn if world.rank == 0 else lambda _: None)
@@ -384,7 +384,7 @@ def run_on_rank(
 ) -> Outcome | None:
     """Trains, on every rank. Rank 0 writes, prints and returns the outcome. After a warm-up `trace` steps are traced.
     Raises ValueError if the run does not fit into the rank's GPU, unless `force`."""
-    config, why = settled(config, world.device, folder, resume)
+    config, why = settled(config, world, folder, resume)
     if not force:
         check_device(world, config)
     trainer, asked_for = Trainer(config, world), resume

@@ -4,9 +4,8 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
-from cuboid.device import computes_bf16, is_gpu
+from cuboid.device import is_gpu
+from cuboid.run.launch import World
 from cuboid.train.begin import is_same_run
 from cuboid.train.config import TrainConfig
 from cuboid.train.listing import inspect, newest
@@ -15,22 +14,22 @@ EARLIER = "fp32"  # the default of versions whose checkpoints do not say
 
 
 def settled(
-    config: TrainConfig, device: torch.device, folder: Path | None = None, resume: Path | None = None
+    config: TrainConfig, world: World, folder: Path | None = None, resume: Path | None = None
 ) -> tuple[TrainConfig, str]:
     """The configuration with a definite precision, and the reason; "" if it was given. A resumed run keeps its
     precision: the interrupted run in `folder`, or `resume`. Every rank may call this: all see the same files."""
     if config.precision.dtype != "auto":
         return config, ""
     before = _before(config, folder, resume)
-    usual, why = (before, "as it began") if before else usual_on(device)
+    usual, why = (before, "as it began") if before else usual_on(world)
     return config.computed_in(usual), why
 
 
-def usual_on(device: torch.device) -> tuple[str, str]:
-    """A precision, and why it is the default there."""
-    if computes_bf16(device):
+def usual_on(world: World) -> tuple[str, str]:
+    """A precision, and why it is the default there. INVARIANT: identical on all ranks."""
+    if world.bf16:
         return "bf16", "the default on GPUs"
-    return "fp32", "this GPU has no bf16; fp16 is faster" if is_gpu(device) else "the default on CPUs"
+    return "fp32", "a GPU has no bf16; fp16 is faster" if is_gpu(world.device) else "the default on CPUs"
 
 
 def _before(config: TrainConfig, folder: Path | None, resume: Path | None) -> str:

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from cuboid.comm.axis import Axis
-from cuboid.comm.collectives import from_first
+from cuboid.comm.collectives import from_all, from_first
 from cuboid.device import HostCopies
 from cuboid.model.transformer import Transformer
-from cuboid.run.errors import RunError
+from cuboid.run.errors import RankError, RunError
 from cuboid.train import manifest
 from cuboid.train.checkpoint import tensors
 from cuboid.train.listing import STATE, complete, step_of
 from cuboid.train.storage import PieceWriter
 
 _ASIDE = ".aside"
+CONNECTING = timedelta(minutes=5)
+WRITING = timedelta(minutes=30)  # for which a rank may write while others wait for it
 
 
 class Writer:
@@ -47,9 +51,8 @@ class Writer:
     ) -> None:
         self.folder, self.model, self.keep, self.background = folder, model, keep, background
         self.attempts, self.pause = attempts, pause
-        self.group = dist.new_group(backend="gloo")
         mesh = model.parallel.mesh
-        self._axis = Axis("checkpoint", mesh.world.size, mesh.rank, self.group)
+        self._axis, self._watch = connected(mesh.rank, mesh.world.size), mesh.watch
         self._copies = HostCopies(mesh.device, background)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -76,9 +79,10 @@ class Writer:
         hook = optimizer.register_step_pre_hook(hold)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is in place. Raises what went wrong with it."""
+        """Wait until the last checkpoint is in place, however long that takes. Raises what went wrong with it."""
         if self._thread is not None:
-            self._thread.join()
+            with self._watch.paused() if self._watch is not None else nullcontext():
+                self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         if isinstance(error, RunError):
@@ -117,7 +121,7 @@ class Writer:
         free, failure = self._on_first(lambda: self._begin(aside, needed))
         if not failure:
             try:
-                dcp.save(copies, storage_writer=storage, process_group=self.group)
+                dcp.save(copies, storage_writer=storage, process_group=self._axis.group)
             except CheckpointException as error:
                 cause, _ = next(iter(error.failures.values()))
                 failure = _reason(cause)
@@ -167,6 +171,27 @@ class Writer:
     def _say(self, text: str) -> None:
         if self._axis.index == 0:
             print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def connected(rank: int, size: int) -> Axis:
+    """All ranks over gloo, in a group of their own. They connect at once: the first checkpoint may be hours away, and
+    NCCL may use other interfaces.
+
+    Raises:
+        RankError: If this rank cannot reach the others.
+    """
+    try:
+        group = dist.new_group(backend="gloo", timeout=CONNECTING)
+        axis = Axis("checkpoint", size, rank, group)
+        from_all(None, axis)
+    except RuntimeError as error:
+        what = str(error).partition("\n")[0].rpartition("] ")[2]  # after the place in gloo's source
+        raise RankError(
+            f"rank {rank} of {size} could not connect to the others over gloo, which checkpoints need: {what}; set "
+            "GLOO_SOCKET_IFNAME to the interface between hosts, such as eth0"
+        ) from None
+    dist.distributed_c10d._set_pg_timeout(WRITING, group)
+    return axis
 
 
 def leftovers(folder: Path) -> list[Path]:

@@ -1,7 +1,8 @@
 """Times a machine's operations with all ranks at once, as in training: they share cores, caches and network cards.
 
 Times are the slowest rank's, the median of a few. A GPU's are of many calls between two waits for it: of one alone the
-launch and the wait would be timed.
+launch and the wait would be timed. Matmuls are of random numbers: equal ones draw less power, so a GPU's clock is
+higher than in training.
 """
 
 import time
@@ -165,7 +166,7 @@ def time_matmuls(bench: Bench, scale: Scale) -> tuple[list[tuple[int, int, int]]
     dtype, device = scale.dtype, bench.world.device
     shapes, found = product_shapes(scale), []
     for m, n, k in shapes:
-        a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(n, k, dtype=dtype, device=device)
+        a, b = (torch.randn(side, k, dtype=dtype, device=device) for side in (m, n))
         found.append(bench.computing(lambda a=a, b=b: a @ b.T))  # type: ignore[misc]
     return shapes, found
 
@@ -182,7 +183,7 @@ def time_attention(bench: Bench, scale: Scale, rate: float) -> tuple[float, floa
     b = max(1, scale.tokens // s)
     shape = (s, b, c.heads, c.head_dim)
     dtype, device = scale.dtype, bench.world.device
-    q, k, v = (torch.ones(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     with torch.no_grad():
         forward = bench.computing(lambda: attend(q, k, v))
     both = bench.computing(lambda: attend(q, k, v).sum().backward())
@@ -232,7 +233,7 @@ def time_slowdown(bench: Bench, scale: Scale) -> float:
     mesh = Mesh(Cuboid(1, bench.world.size, 1), bench.world.rank, bench.world.device, per_host=bench.world.local_size)
     x = torch.ones(scale.beside // 4, device=bench.world.device)
     sending = bench.seconds(lambda: COLLECTIVES["all_gather"](x, mesh.y).wait())
-    a = torch.ones(scale.side, scale.side, dtype=scale.dtype, device=bench.world.device)
+    a = torch.randn(scale.side, scale.side, dtype=scale.dtype, device=bench.world.device)
     one = bench.seconds(lambda: a @ a)
     count = max(1, round(1.5 * sending / one))
 
