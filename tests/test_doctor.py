@@ -15,7 +15,7 @@ from cuboid import doctor
 from cuboid.doctor import checks, examine, failed, hardware_of, sent_by
 from cuboid.doctor.facts import Facts
 from cuboid.doctor.finding import Finding
-from cuboid.doctor.trials import Connected, exactness, links, small_model, small_run, training
+from cuboid.doctor.trials import Connected, compiler, exactness, links, small_model, small_run, training
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.errors import RankError
 from cuboid.run.launch import World
@@ -144,6 +144,13 @@ def test_links_are_held_against_calibration_and_each_other() -> None:
     )
 
 
+def test_compile_names_ranks_on_which_it_fails() -> None:
+    expect(compiler(["", ""]), "ok", "2 ranks")
+    found = compiler(["", "InductorError: Failed to find C compiler"])
+    expect(found, "warning", "rank 1", "Failed to find C compiler")
+    assert "python3-dev" in found.remedy
+
+
 def test_exactness_tells_values_from_formulas() -> None:
     good = Report({"loss": 0.0, "d a": 2e-16}, 1e-9)
     expect(exactness(good, Cuboid(2)), "ok", "1 gradients", "one device's to 2e-16")
@@ -203,10 +210,10 @@ def test_examine_ends_with_the_stage_that_fails() -> None:
     found, error = examine(ask, told.append)
     assert found == told
     assert isinstance(error, RankError)
-    assert found[:2] == [good, good]
-    expect(found[2], "error", "rank 3 failed … KeyError: 7", "not tried: training")
-    assert found[2].check == "exactness"
-    assert examine(lambda _: [good], told.append) == ([good] * 4, None)
+    assert found[:3] == [good] * 3
+    expect(found[3], "error", "rank 3 failed … KeyError: 7", "not tried: training")
+    assert found[3].check == "exactness"
+    assert examine(lambda _: [good], told.append) == ([good] * 5, None)
     expect(failed("links", TimeoutError(), []), "error", "TimeoutError")
     refused = failed("machine", ValueError("there is no eth9; set another"), ["links"])
     assert (refused.said, refused.remedy) == ("there is no eth9; not tried: links", "set another")
@@ -222,7 +229,8 @@ def test_doctor_cli_finds_this_machine_ready(tmp_path: Path, cuboid: Command, mo
     assert found["errors"] == 0
     by_check = {each["check"]: each for each in found["findings"]}
     assert list(by_check) == [
-        *("versions", "devices", "topology", "settings", "memory", "storage", "links", "exactness", "training")
+        *("versions", "devices", "topology", "settings", "memory", "storage", "compile", "links", "exactness"),
+        "training",
     ]
     axes = [each["figures"].get("axis") for each in found["findings"] if each["check"] == "links"]
     assert axes == ["replicas", "y", None]  # in the order of the axes, then what is said of all
