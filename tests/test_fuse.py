@@ -29,6 +29,14 @@ def thrice(x: Tensor) -> Tensor:
     return x + x + x
 
 
+def both_ways(*inputs: Tensor) -> None:
+    """Compares two functions, compiled and as written."""
+    for function in (twice, thrice):
+        fast = fuse.compiled(function)
+        for x in inputs:
+            assert torch.equal(fast(x), function(x))
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Neither a function compiled nor a warning given before."""
@@ -91,12 +99,9 @@ def test_compiled_for_more_kinds_of_arguments_than_pytorch_allows_stays_compiled
 
 def test_compiled_too_often_says_so_once(ran: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse, "GRAPHS", 2)
+    inputs = [torch.ones([2] * n) for n in range(1, 5)]
     with pytest.warns(UserWarning, match="compiled 2 times.*fewer models") as said:
-        for function in (twice, thrice):
-            fast = fuse.compiled(function)
-            for n in range(1, 5):
-                x = torch.ones([2] * n)
-                assert torch.equal(fast(x), function(x))
+        both_ways(*inputs)
     assert len(said) == 1
     assert ran == {"twice": 2, "thrice": 2}
 
@@ -110,10 +115,7 @@ def test_compiled_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "compile", compile_)
     with pytest.warns(UserWarning, match=r"torch.compile failed \(RuntimeError\).* a C compiler") as said:
-        for function in (twice, thrice):
-            fast = fuse.compiled(function)
-            for _ in range(2):
-                assert int(fast(torch.tensor(3))) == int(function(torch.tensor(3)))
+        both_ways(torch.tensor(3), torch.tensor(4))
     assert len(said) == 1
 
 
