@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
@@ -94,3 +95,6 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     terminalreporter.section("what was run")
     terminalreporter.write_line(counts.summary(config.option.markexpr))
+    skipped = Counter(each.longrepr[2] for each in terminalreporter.stats.get("skipped", []))
+    for reason, count in skipped.items():  # which `-q` does not tell
+        terminalreporter.write_line(f"{count} × {reason}")

@@ -15,7 +15,7 @@ from cuboid import doctor
 from cuboid.doctor import checks, examine, failed, hardware_of, sent_by
 from cuboid.doctor.facts import Facts
 from cuboid.doctor.finding import Finding
-from cuboid.doctor.trials import Connected, exactness, links, small_model, small_run, training
+from cuboid.doctor.trials import Connected, compiler, exactness, links, small_model, small_run, training
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.run.errors import RankError
 from cuboid.run.launch import World
@@ -144,6 +144,13 @@ def test_links_are_held_against_calibration_and_each_other() -> None:
     )
 
 
+def test_compile_names_ranks_on_which_it_fails() -> None:
+    expect(compiler(["", ""]), "ok", "2 ranks")
+    found = compiler(["", "InductorError: Failed to find C compiler"])
+    expect(found, "warning", "rank 1", "Failed to find C compiler")
+    assert "python3-dev" in found.remedy
+
+
 def test_exactness_tells_values_from_formulas() -> None:
     good = Report({"loss": 0.0, "d a": 2e-16}, 1e-9)
     expect(exactness(good, Cuboid(2)), "ok", "1 gradients", "one device's to 2e-16")
@@ -224,7 +231,8 @@ def test_doctor_cli_finds_this_machine_ready(tmp_path: Path, cuboid: Command, mo
     assert found["errors"] == 0
     by_check = {each["check"]: each for each in found["findings"]}
     assert list(by_check) == [
-        *("versions", "devices", "topology", "settings", "memory", "storage", "links", "exactness", "training")
+        *("versions", "devices", "topology", "settings", "memory", "storage", "compile", "links", "exactness"),
+        "training",
     ]
     axes = [each["figures"].get("axis") for each in found["findings"] if each["check"] == "links"]
     assert axes == ["replicas", "y", None]  # in the order of the axes, then what is said of all

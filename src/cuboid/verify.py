@@ -186,9 +186,11 @@ def measure(case: Case, parallel: Parallel, expected: int | None = None) -> Meas
             saved = saved_bytes(memory, loss, expected)
             loss.backward()
     model.zero_grad()
-    parallel.mesh.ledger.reset()
     with count_flops() as flops:
-        (loss,) = model.play([batch])
+        model.play([batch])
+    model.zero_grad()
+    parallel.mesh.ledger.reset()
+    (loss,) = model.play([batch])  # under no mode, so that it is computed as in training: fused on a GPU
     traffic = parallel.mesh.ledger.counts()
     total, norm = flops.get_total_flops(), model.gradient_norm()
     return Measured(model, place, logits, loss.detach(), total, saved, memory, traffic, norm)

@@ -1,14 +1,15 @@
-"""Emulated GPUs: a script of this folder in a separate process, which loads shim.cpp before torch."""
+"""Emulated GPUs: a script of this folder in a process apart from the tests', which loads shim.cpp before torch."""
 
 import fcntl
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from shutil import which
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -33,20 +34,42 @@ def compiled_shim(folder: Path) -> Path:
     return library
 
 
-@pytest.fixture
-def emulate(pytestconfig: pytest.Config) -> Callable[..., Any]:
-    """emulate(script, *words): what the script prints last, read as JSON."""
+class Shared:
+    """The process of shared.py."""
+
+    def __init__(self, shim: Path) -> None:
+        # one thread: ranks share the cores
+        environment = os.environ | {"CUBOID_SHIM": str(shim), "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "shared.py")], env=environment, stdin=pipe, stdout=pipe, text=True
+        )
+
+    def run(self, script: str, *words: str) -> Any:
+        """What the script prints last, read as JSON."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with NamedTemporaryFile("r") as out, NamedTemporaryFile("r") as errors:
+            print(json.dumps([script, words, out.name, errors.name]), file=self._process.stdin, flush=True)
+            code, said = self._process.stdout.readline().strip(), out.read()
+            assert code == "0", f"{script} {' '.join(words)}: {code}\n{said[-3000:]}{errors.read()[-6000:]}"
+        return json.loads(said.splitlines()[-1])
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="session")
+def shared(pytestconfig: pytest.Config) -> Iterator[Shared]:
     if which("g++") is None:
         pytest.skip("no g++: the devices on which the GPU's paths are rehearsed must be compiled")
     assert pytestconfig.cache is not None
-    shim = compiled_shim(pytestconfig.cache.mkdir("gpu"))
+    found = Shared(compiled_shim(pytestconfig.cache.mkdir("gpu")))
+    yield found
+    found.close()
 
-    def run(script: str, *words: str) -> Any:
-        # one thread: ranks share the cores
-        environment = os.environ | {"CUBOID_SHIM": str(shim), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(HERE / script), *words]
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert found.returncode == 0, f"{script} {' '.join(words)}\n{found.stdout[-3000:]}{found.stderr[-6000:]}"
-        return json.loads(found.stdout.splitlines()[-1])
 
-    return run
+@pytest.fixture
+def emulate(shared: Shared) -> Callable[..., Any]:
+    """emulate(script, *words): what the script prints last, read as JSON."""
+    return shared.run

@@ -148,13 +148,13 @@ def launched_together(*args: Any) -> Any:
 fake._FakeNccl._launch_all = launched_together
 
 from cuboid.comm.journal import Journal  # noqa: E402
+from cuboid.comm.transport.fake import join_silent_world  # noqa: E402
 from cuboid.mesh.cuboid import Cuboid  # noqa: E402
 from cuboid.mesh.mesh import Mesh  # noqa: E402
 from cuboid.model.config import ModelConfig  # noqa: E402
 from cuboid.model.cuboid import COMPUTE, CuboidParallel, Policy  # noqa: E402
 from cuboid.model.transformer import Transformer  # noqa: E402
 from cuboid.run.launch import World  # noqa: E402
-from cuboid.run.silent import silently  # noqa: E402
 from cuboid.step.runner import At  # noqa: E402
 from cuboid.step.schedule import PREFETCH, Schedule  # noqa: E402
 
@@ -242,12 +242,12 @@ def step(
 
 
 def count(config: ModelConfig, cuboid: Cuboid, *args: Any, rank: int = 0, **options: Any) -> Counted:
-    found: Counted = silently(_step, rank, cuboid.ranks, config, cuboid, args, options, backend="nccl")
-    return found
-
-
-def _step(world: World, config: ModelConfig, cuboid: Cuboid, args: Any, options: Any) -> Counted:
-    return step(world, config, cuboid, *args, **options)
+    """Of one rank, in this process: torch remembers the shapes that it has derived for another."""
+    join_silent_world(rank, cuboid.ranks, "nccl")
+    try:
+        return step(World(rank, cuboid.ranks, torch.device("cpu"), cuboid.ranks), config, cuboid, *args, **options)
+    finally:
+        dist.destroy_process_group()
 
 
 def per_layer(config: ModelConfig, *args: Any, **options: Any) -> tuple[Counted, Counted]:

@@ -20,9 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import cuboid.fuse
-
-cuboid.fuse.compiled = cuboid.fuse.plain
+torch.compile = lambda function, **_: function  # type: ignore[assignment]
 
 AT = torch.ops.pretend
 #: Operators whose result the host reads, or needs to know the size of the result.

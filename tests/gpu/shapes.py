@@ -1,5 +1,5 @@
-"""What steps launch on a GPU, as JSON for test_shapes.py: `shapes.py budgets` or `cases`, or `orders` or `broken` and
-names."""
+"""What steps launch on a GPU, as JSON for test_shapes.py: `shapes.py budgets` or `pipe`, `orders` and `ends` or `all`
+and names, or `cases` or `broken` and names."""
 
 import counting  # noqa: F401, I001  before torch
 
@@ -15,7 +15,6 @@ from cuboid.layers.attend import Attend
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy, suitable_schedule
-from cuboid.run.watch import RankError
 from cuboid.step.schedule import Schedule
 
 LLAMA_8B = ModelConfig("llama", layers=2, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, context=8192)
@@ -66,11 +65,19 @@ def case(name: str) -> dict[str, Any]:
     return {**layer.summary, "waits": sum((layer.waits + rest.waits).values())}
 
 
-def order(name: str) -> list[Any]:
-    """Of all ranks."""
-    pipe = *PIPE, {"schedule": INTERLEAVED, "micro_batches": 2}
-    config, cuboid, batch, seq, options = pipe if name == "pipe" else CASES[name]
-    return [count(config, cuboid, batch, seq, rank=rank, **options).launched for rank in range(cuboid.ranks)]
+def order(name: str, ranks: str) -> list[Any]:
+    """Of all ranks, or of those at the "ends", first and last of each axis."""
+    config, cuboid, batch, seq, options = CASES[name]
+    some = range(cuboid.ranks) if ranks == "all" else (0, cuboid.ranks - 1)
+    return [count(config, cuboid, batch, seq, rank=rank, **options).launched for rank in some]
+
+
+def pipe() -> dict[str, Any]:
+    """The order of all ranks, and what the first one launches."""
+    config, cuboid, batch, seq = PIPE
+    options = {"schedule": INTERLEAVED, "micro_batches": 2}
+    found = [count(config, cuboid, batch, seq, rank=rank, **options) for rank in range(cuboid.ranks)]  # type: ignore[arg-type]
+    return {"launched": [each.launched for each in found], **found[0].summary}
 
 
 def broken(planted: str) -> dict[str, Any]:
@@ -86,8 +93,8 @@ def broken(planted: str) -> dict[str, Any]:
     Attend._attend = faulty  # type: ignore[method-assign]
     try:
         return case("x")
-    except RankError:  # the rank has said why
-        return {"error": planted}
+    except RuntimeError as error:
+        return {"error": str(error)}
     finally:
         Attend._attend = attend  # type: ignore[method-assign]
 
@@ -97,9 +104,11 @@ if __name__ == "__main__":
     if what == "budgets":
         found: Any = {str(k): budget(k) for k in (Cuboid(8, 1, 1), Cuboid(2, 2, 2))}
     elif what == "cases":
-        found = {name: case(name) for name in CASES}
+        found = {name: case(name) for name in words}
     elif what == "orders":
-        found = {name: order(name) for name in words}
+        found = {name: order(name, words[0]) for name in words[1:]}
+    elif what == "pipe":
+        found = pipe()
     else:
         found = {planted: broken(planted) for planted in words}
     print(json.dumps(found))

@@ -7,6 +7,8 @@ How kernels are counted, those that torch.compile fuses among them: counting.py.
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 Emulate = Callable[..., Any]
 
 #: Kernels besides matmuls and attention, calls of NCCL's, and events that a layer has at most, forward and backward, of
@@ -25,17 +27,28 @@ MOST = {
     "replicas, beside": (188, 35, 18),
 }
 
+#: The same of all that the first rank of a pipe does for two micro-batches.
+MOST_OF_PIPE = {"kernels": 382, "calls": 116, "events": 42}
+
 #: Of Llama-3-8B's layer on a batch of 8 × 8192 in bf16, at the default schedule of a GPU: kernels, calls, GB that
 #: elementwise kernels read and write; and GB of all that is no layer. Before fusing it was 179, 24, 22.6 and 451.6 on
 #: 8,1,1, 607, 120, 36.0 and 276.6 on 2,2,2.
 BUDGETS = {"8,1,1": (90, 6, 10.5, 150.5), "2,2,2": (220, 120, 16.0, 92.2)}
 
 
-def test_gpu_step_launches_no_more_than_it_has(emulate: Emulate) -> None:
-    found = emulate("shapes.py", "cases")
+#: Without what others have, in `make test-all` alone.
+RARE = "x without prefetch", "xyz recomputed"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[name for name in MOST if name not in RARE], pytest.param([*RARE], marks=pytest.mark.slow)],
+    ids=["most", "rare"],
+)
+def test_gpu_step_launches_no_more_than_it_has(names: list[str], emulate: Emulate) -> None:
+    found = emulate("shapes.py", "cases", *names)
     assert {name: each["waits"] for name, each in found.items() if each["waits"]} == {}
     counts = {name: (each["kernels"], each["calls"], each["events"]) for name, each in found.items()}
-    assert counts.keys() == MOST.keys()
     assert {name: of for name, of in counts.items() if any(a > b for a, b in zip(of, MOST[name], strict=True))} == {}
 
 
@@ -49,18 +62,22 @@ def test_gpu_step_of_llama_is_within_its_budget(emulate: Emulate) -> None:
         assert found[cuboid]["rest"]["GB"] <= rest, cuboid
 
 
-def test_gpu_step_launches_in_one_order_on_all_ranks(emulate: Emulate) -> None:
+@pytest.mark.parametrize("ranks", ["ends", pytest.param("all", marks=pytest.mark.slow)])
+def test_gpu_step_launches_in_one_order_on_all_ranks(ranks: str, emulate: Emulate) -> None:
     """NCCL: communicators that are used at once must be used in one order."""
     names = "replicas, beside", "xyz in four"
-    for name, ranks in emulate("shapes.py", "orders", *names).items():
-        assert len(ranks[0]) > 20, name
-        orders = [[(axis, kind) for axis, kind, *_ in launched] for launched in ranks]
+    for name, found in emulate("shapes.py", "orders", ranks, *names).items():
+        assert len(found) == (8 if ranks == "all" else 2)
+        assert len(found[0]) > 20, name
+        orders = [[(axis, kind) for axis, kind, *_ in launched] for launched in found]
         assert all(order == orders[0] for order in orders), name
 
 
 def test_gpu_pipe_launches_in_one_order_at_each_place_and_message_ends_agree(emulate: Emulate) -> None:
     """NCCL: both ranks of a lane must have the same messages, of the same size, in the same order."""
-    ranks = emulate("shapes.py", "orders", "pipe")["pipe"]
+    found = emulate("shapes.py", "pipe")
+    ranks = found["launched"]
+    assert all(found[name] <= most for name, most in MOST_OF_PIPE.items())
     lanes: dict[Any, dict[int, Any]] = {}
     for place in (range(2), range(2, 4)):
         orders = [[what for *what, _ in ranks[rank]] for rank in place]  # without the ranks that meet

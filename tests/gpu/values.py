@@ -102,7 +102,7 @@ def verified(folder: Path, kind: str) -> Any:
 
 
 def doctored(folder: Path, kind: str) -> Any:
-    timing.BUSY, trials.SIZES["gpu"] = 0.001, trials.SIZES["cpu"]
+    timing.BUSY, trials.SIZES["gpu"], trials.compile_fault = 0.001, trials.SIZES["cpu"], lambda device: ""
     sets = settings(folder, "precision.dtype=auto", f"logging.folder={folder / 'run'}")
     return json.loads(
         cuboid("doctor", "--cuboid", "2,1,1", "--json", *(word for each in sets for word in ("--set", each)))

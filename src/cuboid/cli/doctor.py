@@ -42,9 +42,9 @@ def doctor(
     """Check whether this machine or cluster is ready to train.
 
     It checks versions, devices, which ranks share a host, settings that slow training down, memory for the
-    configured model, space for checkpoints, the links of each axis, and twenty steps of a small model against one
-    device. Each line is ok, a warning or an error, with what to do about it. Nothing is written. Exits 1 if there is
-    an error.
+    configured model, space for checkpoints, the compiler, the links of each axis, and twenty steps of a small model
+    against one device. Each line is ok, a warning or an error, with what to do about it. Nothing is written. Exits 1
+    if there is an error.
 
     Examples:
       cuboid doctor

@@ -18,7 +18,7 @@ from cuboid.device import name_of
 from cuboid.doctor import checks
 from cuboid.doctor.facts import facts_of, host_name
 from cuboid.doctor.finding import Finding
-from cuboid.doctor.trials import try_exactness, try_links, try_training
+from cuboid.doctor.trials import try_compiler, try_exactness, try_links, try_training
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.cuboid import COMPUTE, Policy
 from cuboid.plan.cost.cuboid import step_cost
@@ -101,6 +101,7 @@ def hardware_of(name: str, device: torch.device) -> Hardware | None:
 STAGES: dict[str, Callable[[World, TrainConfig, str], list[Finding]]] = {
     "machine": look,
     "storage": store,
+    "compile": lambda world, config, _: try_compiler(world, config),
     "links": on_links,
     "exactness": lambda world, config, _: try_exactness(world, config.cuboid_shape()),
     "training": lambda world, config, _: try_training(world, config),

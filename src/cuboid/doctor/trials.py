@@ -1,4 +1,5 @@
-"""Trials by all ranks: each axis's links, a step compared with one device's, and twenty steps of training."""
+"""Trials by all ranks: the compiler, each axis's links, a step compared with one device's, and twenty steps of
+training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +10,10 @@ import numpy as np
 import torch
 
 from cuboid.comm.collectives import all_gather, from_all
+from cuboid.comm.journal import listed
 from cuboid.device import is_gpu
 from cuboid.doctor.finding import Finding, Status
+from cuboid.fuse import NEEDS, compile_fault
 from cuboid.mesh.cuboid import AXES, Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
@@ -30,6 +33,28 @@ FAR = 2.0  # times as long as by calibration
 ODD = 3.0  # times as long as the axis's other lines
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}  # of the loss, the same as in `cuboid verify --steps`
 REPEATS = 5
+
+
+# The compiler
+
+
+def compiler(faults: Sequence[str]) -> Finding:
+    """The finding on torch.compile. `faults`: of each rank, what it fails at, "" if it works."""
+    broken = [rank for rank, fault in enumerate(faults) if fault]
+    if not broken:
+        said = f"torch.compile works on {len(faults)} rank{'s' * (len(faults) > 1)}, so elementwise work is fused"
+        return Finding("compile", "ok", said)
+    said = f"torch.compile fails on {listed(broken)}, so elementwise work runs unfused and slower"
+    return Finding("compile", "warning", f"{said}: {faults[broken[0]]}", NEEDS)
+
+
+def try_compiler(world: World, config: TrainConfig) -> list[Finding]:
+    if not (is_gpu(world.device) or config.overlap.compile):
+        return [Finding("compile", "ok", "a CPU runs elementwise work unfused, unless overlap.compile=true")]
+    mesh = Mesh(config.cuboid_shape(), world.rank, world.device, watch=world.watch)
+    faults = from_all(compile_fault(world.device), mesh.world)
+    mesh.close()
+    return [compiler(faults)]
 
 
 # Links
