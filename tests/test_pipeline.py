@@ -247,6 +247,26 @@ def test_pipeline_every_schedule_matches_one_device(case: Case, pool: Pools) -> 
     assert not wrong(pool(case.cuboid.ranks).run(compare, case)[0])
 
 
+def split_as(world: World, splits: Sequence[tuple[int, ...]]) -> str:
+    """What a rank says of a model whose ranks have these splits."""
+    mesh = Mesh(Cuboid(1, 2, 1, pipe=2), world.rank)
+    try:
+        Transformer(CuboidParallel(GPT2, mesh, schedule=Schedule(split=splits[world.rank])))
+    except ValueError as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return ""
+
+
+def test_model_rejects_ranks_that_split_blocks_in_different_ways(pool: Pools) -> None:
+    assert set(pool(4).run(split_as, [(3, 1)] * 4)) == {""}
+    (said,) = set(pool(4).run(split_as, [(3, 1), (3, 1), (2, 2), (3, 1)]))
+    assert said.startswith(
+        "rank 2 has stages of [2, 2] blocks, rank 0 of [3, 1]; give all ranks the same overlap.split"
+    )
+
+
 # Traffic
 
 
