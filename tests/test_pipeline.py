@@ -212,25 +212,28 @@ def test_pipeline_step_matches_one_device(case: Case, pool: Pools) -> None:
     assert not wrong(pool(case.cuboid.ranks).run(compare, case)[0])
 
 
-#: Pipes of 2, 3 and 4 of cuboids on which every pair of axes is split, and one with uneven shards; of at most 16 ranks,
-#: with two replicas where that allows them.
+#: Pipes of 2, 3 and 4 of cuboids on which every pair of axes is split, and each with uneven shards; of at most 16
+#: ranks, with two replicas where that allows them.
 MANY = [
     *(Cuboid(*shape, pipe=2) for shape in ((1, 2, 2, 2), (2, 2, 1, 2), (2, 1, 2, 2), (1, 3, 2))),
-    *(Cuboid(*shape, pipe=3) for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 2, 1, 2))),
-    *(Cuboid(*shape, pipe=4) for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 1, 2, 2))),
+    *(Cuboid(*shape, pipe=3) for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 2, 1, 2), (1, 3, 1))),
+    *(Cuboid(*shape, pipe=4) for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 1, 2, 2), (1, 3, 1))),
 ]
 
 
 def many() -> list[Case]:
-    """Every schedule meets both families with each recomputation, tied and not."""
+    """Every schedule meets both families with each recomputation, tied and not. Splits and dropout have counters
+    of their own, so that every pipe meets each with each."""
     found = []
     for n, cuboid in enumerate(MANY):
         for i, name in enumerate(PIPELINES):
             k, stages = i + n, cuboid.pipe * (2 if name == "interleaved" else 1)
-            config = (GPT2, LLAMA)[k % 2].replace(layers=9, tied=k // 6 % 2 == 0, heads=12)
-            split = (9 - (stages - 1), *(1,) * (stages - 1)) if k // 2 % 2 else ()
-            schedule = scheduled(name, sub_batches=1 + k // 3 % 2, split=split)
-            found.append(case_of(config, cuboid, schedule, recompute=("none", "selective", "full")[k % 3]))
+            dropout = (n // 4 + i) % 2
+            config = (GPT2, LLAMA)[k // 6 % 2].replace(layers=9, tied=k % 2 == 0, heads=12, dropout=0.2 * dropout)
+            split = (9 - (stages - 1), *(1,) * (stages - 1)) if n // 2 % 2 else ()
+            schedule, recompute = scheduled(name, sub_batches=1 + (n // 3 + i) % 2, split=split), k // 2 % 3
+            more = {"recompute": ("none", "selective", "full")[recompute], "dropout": 3 if dropout else None}
+            found.append(case_of(config, cuboid, schedule, **more))
     return found
 
 
@@ -239,6 +242,16 @@ def test_many_schedules_meet_every_recomputation_tied_and_not() -> None:
         cases = [case for case in many() if case.schedule.pipeline == name]
         assert len({(case.config.family, case.config.tied, case.recompute) for case in cases}) == 12
         assert {case.cuboid.pipe for case in cases if case.cuboid.replicas > 1} == {2, 3, 4}
+        assert name in {case.schedule.pipeline for case in FEW}
+
+
+@pytest.mark.parametrize("pipe", [2, 3, 4])
+def test_many_pipes_meet_tied_split_recomputation_and_dropout_with_each_other(pipe: int) -> None:
+    cases = [case for case in many() if case.cuboid.pipe == pipe]
+    assert len({(case.config.tied, bool(case.schedule.split), case.recompute) for case in cases}) == 12
+    assert len({(case.config.tied, bool(case.schedule.split), case.dropout) for case in cases}) == 8
+    for tied in (True, False):
+        assert 0.4 <= sum(case.config.tied is tied for case in cases) / len(cases) <= 0.6
 
 
 @pytest.mark.slow
