@@ -143,6 +143,8 @@ def test_split_deals_blocks_evenly_or_as_given() -> None:
 REFUSED: list[tuple[Callable[[], Any], Sequence[str]]] = [
     (lambda: GPT2.check(Cuboid(pipe=5), 1, 1), ["layers=4", "pipe=5", "pipe at most 4"]),
     (lambda: Split.of(5, 2, scheduled("interleaved", 3)), ["5 blocks", "6 stages", "pipe=2 with 2 each"]),
+    (lambda: Split.of(4, 4, scheduled("interleaved")), ["4 blocks", "8 stages", "pipe=2 with 2 each"]),
+    (lambda: Split.of(3, 2, scheduled("interleaved")), ["pipe=2 with 1 each, in another schedule"]),
     (lambda: Split.of(4, 2, Schedule(split=(3, 2))), ["split=[3, 2]", "2 stages", "4 in all", "[2, 2]"]),
     (lambda: Split.of(4, 2, Schedule(split=(4, 0))), ["split=[4, 0]", "a block or more"]),
     (lambda: Split.of(4, 1, Schedule(split=(4,))), ["a pipe of one"]),

@@ -49,7 +49,7 @@ class Split:
         if stages > layers:
             raise ValueError(
                 f"{layers} blocks cannot be split into {stages} stages, {schedule.stages} on each of pipe={pipe}; "
-                f"use at most {layers} stages: " + " or ".join(_fitting(layers, pipe, schedule.stages))
+                f"use at most {layers} stages: " + " or ".join(_fitting(layers, pipe, schedule))
             )
         if not blocks:
             blocks = tuple(layers // stages + (i < layers % stages) for i in range(stages))
@@ -81,10 +81,12 @@ class Split:
         return stages[module] if module < len(stages) else self.last + 1
 
 
-def _fitting(layers: int, pipe: int, each: int) -> list[str]:
-    found = [(layers // each, each)] if layers // each > 1 else []
-    found.append((pipe, layers // pipe) if layers >= pipe else (layers, 1))
-    return [f"pipe={places} with {stages} each" for places, stages in dict.fromkeys(found)]
+def _fitting(layers: int, pipe: int, schedule: Schedule) -> list[str]:
+    """Pipes that have a block or more for each stage, and as many stages per rank as the schedule allows."""
+    each, least = schedule.stages, 2 if schedule.pipeline == "interleaved" else 1
+    found = [(layers // each, each), (pipe, layers // pipe) if layers // pipe >= least else (layers // least, least)]
+    fits = [f"pipe={places} with {stages} each" for places, stages in dict.fromkeys(found) if places > 1]
+    return fits or [f"pipe={min(pipe, layers)} with 1 each, in another schedule"]
 
 
 # Orders
