@@ -8,7 +8,7 @@ import torch
 from tiny import Cuboid as Command
 from tiny import on, sets, settings, tiny, write_text
 
-from cuboid.cli.train import check_before_start, split_by_time, without_other_split
+from cuboid.cli.train import check_before_start, on_cuboid, split_by_time, without_other_split
 from cuboid.device import _left_by_groups, free_memory
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.mesh.layout import shard_of
@@ -188,6 +188,23 @@ def test_train_warns_of_a_pipe_with_fewer_micro_batches_than_places(text: Path) 
     assert "1 micro-batch on" in said("overlap.pipeline=interleaved")
     assert "use a larger data.batch" in said("data.batch=2")
     assert said("data.micro_batches=4") == ""
+
+
+def test_train_cuboid_overrides_the_configuration_but_not_options() -> None:
+    config = load(None, ["cuboid.pipe=4", "cuboid.replicas=2"])
+    assert on_cuboid(config, "1,1,1 pipe=2", "").cuboid_shape() == Cuboid(replicas=2, pipe=2)
+    assert on_cuboid(config, "1,1,1", "", pipe=4).cuboid_shape() == Cuboid(replicas=2, pipe=4)
+    with pytest.raises(ValueError, match="has pipe=2, and pipe=4 is given too"):
+        on_cuboid(config, "1,1,1 pipe=2", "", pipe=4)
+
+
+def test_train_warns_of_keys_of_a_pipe_without_one(text: Path, cuboid: Command, limit) -> None:
+    limit(1000)  # rejected, once that is said
+    more = ("overlap.pipeline=gpipe", "overlap.split=1,1")
+    said = cuboid("train", *sets(settings(text, *ONE_STEP, *more))).err
+    assert said.startswith("warning: not used without a pipe: overlap.pipeline, overlap.split; set cuboid.pipe")
+    for pipe in ("cuboid.pipe=2", "cuboid.others=2,1,1 pipe=2"):
+        assert load(None, [*ONE_STEP, *more, pipe]).without_pipe() == []
 
 
 def test_train_splits_blocks_by_planned_time_and_records_it(text: Path, cuboid: Command, tmp_path: Path) -> None:
