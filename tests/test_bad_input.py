@@ -71,6 +71,18 @@ def test_cuboid_parse_rejects_malformed_sizes(text: str) -> None:
     assert repr(text) in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [("1,1,1 pipe=2", {"pipe": 4}), ("1,1,1 replicas=2", {"replicas": 1}), ("1,1,1 pipe=2 pipe=4", {})],
+)
+def test_cuboid_parse_rejects_a_size_given_twice(text: str, given: dict[str, int]) -> None:
+    with pytest.raises(
+        ValueError, match=r"(pipe|replicas)=\d, and (pipe|replicas)=\d is given too; leave one of them out"
+    ):
+        Cuboid.parse(text, **given)
+    assert Cuboid.parse("1,1,1 pipe=2", pipe=2) == Cuboid.parse("1,1,1", pipe=2) == Cuboid(pipe=2)
+
+
 def test_cuboid_parse_rejects_incomplete_axis_order() -> None:
     with pytest.raises(ValueError, match=f"must name each of {', '.join(AXES)} once"):
         Cuboid.parse("1,1,1", order="x,y")

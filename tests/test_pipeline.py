@@ -143,6 +143,8 @@ def test_split_deals_blocks_evenly_or_as_given() -> None:
 REFUSED: list[tuple[Callable[[], Any], Sequence[str]]] = [
     (lambda: GPT2.check(Cuboid(pipe=5), 1, 1), ["layers=4", "pipe=5", "pipe at most 4"]),
     (lambda: Split.of(5, 2, scheduled("interleaved", 3)), ["5 blocks", "6 stages", "pipe=2 with 2 each"]),
+    (lambda: Split.of(4, 4, scheduled("interleaved")), ["4 blocks", "8 stages", "pipe=2 with 2 each"]),
+    (lambda: Split.of(3, 2, scheduled("interleaved")), ["pipe=2 with 1 each, in another schedule"]),
     (lambda: Split.of(4, 2, Schedule(split=(3, 2))), ["split=[3, 2]", "2 stages", "4 in all", "[2, 2]"]),
     (lambda: Split.of(4, 2, Schedule(split=(4, 0))), ["split=[4, 0]", "a block or more"]),
     (lambda: Split.of(4, 1, Schedule(split=(4,))), ["a pipe of one"]),
@@ -212,25 +214,28 @@ def test_pipeline_step_matches_one_device(case: Case, pool: Pools) -> None:
     assert not wrong(pool(case.cuboid.ranks).run(compare, case)[0])
 
 
-#: Pipes of 2, 3 and 4 of cuboids on which every pair of axes is split, and one with uneven shards; of at most 16 ranks,
-#: with two replicas where that allows them.
+#: Pipes of 2, 3 and 4 of cuboids on which every pair of axes is split, and each with uneven shards; of at most 16
+#: ranks, with two replicas where that allows them.
 MANY = [
     *(Cuboid(*shape, pipe=2) for shape in ((1, 2, 2, 2), (2, 2, 1, 2), (2, 1, 2, 2), (1, 3, 2))),
-    *(Cuboid(*shape, pipe=3) for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 2, 1, 2))),
-    *(Cuboid(*shape, pipe=4) for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 1, 2, 2))),
+    *(Cuboid(*shape, pipe=3) for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 2, 1, 2), (1, 3, 1))),
+    *(Cuboid(*shape, pipe=4) for shape in ((1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 1, 2, 2), (1, 3, 1))),
 ]
 
 
 def many() -> list[Case]:
-    """Every schedule meets both families with each recomputation, tied and not."""
+    """Every schedule meets both families with each recomputation, tied and not. Splits and dropout have counters
+    of their own, so that every pipe meets each with each."""
     found = []
     for n, cuboid in enumerate(MANY):
         for i, name in enumerate(PIPELINES):
             k, stages = i + n, cuboid.pipe * (2 if name == "interleaved" else 1)
-            config = (GPT2, LLAMA)[k % 2].replace(layers=9, tied=k // 6 % 2 == 0, heads=12)
-            split = (9 - (stages - 1), *(1,) * (stages - 1)) if k // 2 % 2 else ()
-            schedule = scheduled(name, sub_batches=1 + k // 3 % 2, split=split)
-            found.append(case_of(config, cuboid, schedule, recompute=("none", "selective", "full")[k % 3]))
+            dropout = (n // 4 + i) % 2
+            config = (GPT2, LLAMA)[k // 6 % 2].replace(layers=9, tied=k % 2 == 0, heads=12, dropout=0.2 * dropout)
+            split = (9 - (stages - 1), *(1,) * (stages - 1)) if n // 2 % 2 else ()
+            schedule, recompute = scheduled(name, sub_batches=1 + (n // 3 + i) % 2, split=split), k // 2 % 3
+            more = {"recompute": ("none", "selective", "full")[recompute], "dropout": 3 if dropout else None}
+            found.append(case_of(config, cuboid, schedule, **more))
     return found
 
 
@@ -239,12 +244,42 @@ def test_many_schedules_meet_every_recomputation_tied_and_not() -> None:
         cases = [case for case in many() if case.schedule.pipeline == name]
         assert len({(case.config.family, case.config.tied, case.recompute) for case in cases}) == 12
         assert {case.cuboid.pipe for case in cases if case.cuboid.replicas > 1} == {2, 3, 4}
+        assert name in {case.schedule.pipeline for case in FEW}
+
+
+@pytest.mark.parametrize("pipe", [2, 3, 4])
+def test_many_pipes_meet_tied_split_recomputation_and_dropout_with_each_other(pipe: int) -> None:
+    cases = [case for case in many() if case.cuboid.pipe == pipe]
+    assert len({(case.config.tied, bool(case.schedule.split), case.recompute) for case in cases}) == 12
+    assert len({(case.config.tied, bool(case.schedule.split), case.dropout) for case in cases}) == 8
+    for tied in (True, False):
+        assert 0.4 <= sum(case.config.tied is tied for case in cases) / len(cases) <= 0.6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", many(), ids=lambda case: f"{case.cuboid} {case.schedule.pipeline}")
 def test_pipeline_every_schedule_matches_one_device(case: Case, pool: Pools) -> None:
     assert not wrong(pool(case.cuboid.ranks).run(compare, case)[0])
+
+
+def split_as(world: World, splits: Sequence[tuple[int, ...]]) -> str:
+    """What a rank says of a model whose ranks have these splits."""
+    mesh = Mesh(Cuboid(1, 2, 1, pipe=2), world.rank)
+    try:
+        Transformer(CuboidParallel(GPT2, mesh, schedule=Schedule(split=splits[world.rank])))
+    except ValueError as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return ""
+
+
+def test_model_rejects_ranks_that_split_blocks_in_different_ways(pool: Pools) -> None:
+    assert set(pool(4).run(split_as, [(3, 1)] * 4)) == {""}
+    (said,) = set(pool(4).run(split_as, [(3, 1), (3, 1), (2, 2), (3, 1)]))
+    assert said.startswith(
+        "rank 2 has stages of [2, 2] blocks, rank 0 of [3, 1]; give all ranks the same overlap.split"
+    )
 
 
 # Traffic

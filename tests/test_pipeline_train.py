@@ -24,6 +24,7 @@ from cuboid.run.launch import Pool, World
 from cuboid.run.watch import Stalled
 from cuboid.train.agree import Corrupted, check
 from cuboid.train.checkpoint import newest
+from cuboid.train.compare import curves
 from cuboid.train.config import TrainConfig
 from cuboid.train.loop import Trainer
 
@@ -72,6 +73,14 @@ def test_trainer_curve_of_100_steps_is_same_on_a_pipe(cuboid: str, text: Path, p
     wanted = curve_of(pool, tiny(text, *on("1,1,1"), *more), 100)
     assert furthest(losses(curve_of(pool, tiny(text, *on(cuboid), *more), 100)), losses(wanted)) < 1e-4
     assert wanted[-1][0] < wanted[0][0]
+
+
+@pytest.mark.slow
+def test_trainer_curve_of_100_steps_in_fp64_is_same_on_a_zero_bubble_pipe(text: Path, pool: Pools) -> None:
+    more = ("data.micro_batches=4", "schedule.steps=100", "overlap.pipeline=zero-bubble")
+    found = pool(2).run(curves, tiny(text, *on("1,1,1,1,2"), *DEEP, *more), torch.float64, True)[0]
+    assert found.difference < 1e-9
+    assert found.serial[-1] < found.serial[0]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -315,6 +315,19 @@ def test_auto_plan_takes_vocab_from_built_corpus(tmp_path: Path, monkeypatch: py
     assert seen == [3000, 3000]
 
 
+def test_auto_plan_keeps_to_the_pipe_that_is_asked_for(tmp_path: Path) -> None:
+    config = load(None, settings(write_text(tmp_path), "model.layers=4", "data.micro_batches=4"))
+    for pipe in (1, 2, 4):
+        chosen, why = planned(config, 8, "cpu", pipe)
+        assert (chosen.cuboid.pipe, chosen.cuboid_shape().ranks) == (pipe, 8)
+        assert f"{chosen.cuboid_shape()} is the fastest of" in why
+        chosen.check()
+    with pytest.raises(ValueError, match=r"--pipe 3 with --cuboid auto.* which divide the 8 ranks"):
+        planned(config, 8, "cpu", 3)
+    with pytest.raises(ValueError, match=r"use --set data.micro_batches=8 or more, another pipe"):
+        planned(config, 8, "cpu", 8)
+
+
 def test_auto_plan_keeps_settings_it_does_not_choose(tmp_path: Path) -> None:
     config = load(None, settings(write_text(tmp_path), "overlap.compile=true"))
     assert planned(config, 8, "cpu")[0].overlap.compile

@@ -1,5 +1,6 @@
 """Before ranks start: what is planned not to fit is rejected, with what would; what fits runs."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,18 @@ import torch
 from tiny import Cuboid as Command
 from tiny import on, sets, settings, tiny, write_text
 
-from cuboid.cli.train import check_before_start, split_by_time, without_other_split
+from cuboid.cli.train import check_before_start, on_cuboid, split_by_time, without_other_split
 from cuboid.device import _left_by_groups, free_memory
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.mesh.layout import shard_of
+from cuboid.mesh.mesh import Mesh
+from cuboid.model.config import ModelConfig
+from cuboid.model.cuboid import CuboidParallel
+from cuboid.model.transformer import Transformer
 from cuboid.plan.hardware import PRESETS
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.search import predict
-from cuboid.run.launch import World
+from cuboid.run.launch import Pool, World
 from cuboid.train import preflight
 from cuboid.train.auto import planned_split
 from cuboid.train.config import load
@@ -84,6 +90,48 @@ def test_preflight_remedy_is_the_smallest_that_fits(share: float, limit) -> None
         assert fits == (before is changes), (advice, before)
 
 
+ON_PIPE = (*on("1,2,1,1,2"), "model.layers=8", "model.hidden=128", "data.seq=64")
+
+
+def test_preflight_changes_keep_the_ranks_of_a_pipe() -> None:
+    config = load(None, [*ON_PIPE, "model.vocab=256", "data.micro_batches=8"])
+    found = dict(preflight.changes(config))
+    assert "--cuboid 1,1,2" in found
+    assert {changed.cuboid_shape().ranks for changed in found.values()} == {4}
+
+
+def test_preflight_advises_micro_batches_that_the_schedule_allows() -> None:
+    few = ("model.vocab=256", "data.batch=30", "data.micro_batches=2", "overlap.pipeline=interleaved")
+    config = load(None, [*ON_PIPE, *few])
+    assert [changed.data.micro_batches for _, changed in preflight._in_micro_batches(config)] == [3, 6, 10, 30]
+    assert preflight.remedy(config, 4, 1, False).startswith("no recomputation, micro-batches or other cuboid")
+
+
+def weights_of(world: World, config: ModelConfig, cuboid: Cuboid) -> int:
+    mesh = Mesh(cuboid, world.rank)
+    model = Transformer(CuboidParallel(config, mesh))
+    mesh.close()
+    return sum(shard_of(each).nbytes for each in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_check_weights_counts_the_fullest_places_of_a_pipe(
+    tied: bool, limit, monkeypatch: pytest.MonkeyPatch, pool: Callable[[int], Pool]
+) -> None:
+    config, cuboid = (
+        ModelConfig("gpt2", layers=5, hidden=16, heads=4, vocab=64, context=8, tied=tied),
+        Cuboid(2, pipe=2),
+    )
+    held = pool(4).run(weights_of, config, cuboid)
+    for local, size in ((2, 2 * max(held)), (4, sum(held))):
+        monkeypatch.setattr(preflight, "local_ranks", lambda _, local=local: local)
+        limit(size / 1.04)
+        check_weights(config, cuboid)
+        limit(size / 1.06)
+        with pytest.raises(ValueError, match="does not fit"):
+            check_weights(config, cuboid)
+
+
 @pytest.mark.parametrize("gpus", [0, 1, 2])
 def test_preflight_looks_at_the_host_unless_each_rank_gets_a_gpu(
     gpus: int, text: Path, limit, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +188,23 @@ def test_train_warns_of_a_pipe_with_fewer_micro_batches_than_places(text: Path) 
     assert "1 micro-batch on" in said("overlap.pipeline=interleaved")
     assert "use a larger data.batch" in said("data.batch=2")
     assert said("data.micro_batches=4") == ""
+
+
+def test_train_cuboid_overrides_the_configuration_but_not_options() -> None:
+    config = load(None, ["cuboid.pipe=4", "cuboid.replicas=2"])
+    assert on_cuboid(config, "1,1,1 pipe=2", "").cuboid_shape() == Cuboid(replicas=2, pipe=2)
+    assert on_cuboid(config, "1,1,1", "", pipe=4).cuboid_shape() == Cuboid(replicas=2, pipe=4)
+    with pytest.raises(ValueError, match="has pipe=2, and pipe=4 is given too"):
+        on_cuboid(config, "1,1,1 pipe=2", "", pipe=4)
+
+
+def test_train_warns_of_keys_of_a_pipe_without_one(text: Path, cuboid: Command, limit) -> None:
+    limit(1000)  # rejected, once that is said
+    more = ("overlap.pipeline=gpipe", "overlap.split=1,1")
+    said = cuboid("train", *sets(settings(text, *ONE_STEP, *more))).err
+    assert said.startswith("warning: not used without a pipe: overlap.pipeline, overlap.split; set cuboid.pipe")
+    for pipe in ("cuboid.pipe=2", "cuboid.others=2,1,1 pipe=2"):
+        assert load(None, [*ONE_STEP, *more, pipe]).without_pipe() == []
 
 
 def test_train_splits_blocks_by_planned_time_and_records_it(text: Path, cuboid: Command, tmp_path: Path) -> None:

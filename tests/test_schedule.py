@@ -4,6 +4,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from shutil import which
 from typing import Any
@@ -288,6 +289,7 @@ def test_suitable_schedule_picks_sub_batches_by_size(
 ) -> None:
     model, cuboid = MODEL.replace(hidden=144), Cuboid(*shape)
     assert suitable_schedule(model, cuboid, batch, seq, 4) == suits
+    assert suitable_schedule(model, replace(cuboid, pipe=8), batch, seq, 4) == suits  # every place has all tokens
     assert suitable_schedule(model, cuboid, batch, seq, 4, apart=False) == PREFETCH
 
 

@@ -29,6 +29,7 @@ from cuboid.plan.cost import Cost
 from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.measure import Memory, count_flops
 from cuboid.run.launch import World
+from cuboid.step.pipeline import Split, orders
 from cuboid.step.runner import At
 from cuboid.step.schedule import PREFETCH, Schedule
 
@@ -63,20 +64,37 @@ class Case:
     seed: int = 0
     schedule: Schedule = PREFETCH
     freeze: str = ""  # a pattern of the parameters that are not trained
+    micro_batches: int = 1  # that the batch is split into
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
-        self.config.check(self.cuboid, self.batch, self.seq)
+        if self.batch % self.micro_batches:
+            raise ValueError(
+                f"batch={self.batch} cannot be split into micro_batches={self.micro_batches}; use a multiple of it"
+            )
+        self.config.check(self.cuboid, self.micro_batch, self.seq)
+        Split.of(self.config.layers, self.cuboid.pipe, self.schedule)
+        orders(self.schedule, self.cuboid.pipe, self.micro_batches)
         if Trained(self.config, self.freeze).nothing:
             raise ValueError(f"freeze={self.freeze!r} leaves nothing to train; freeze less")
 
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.batch // self.micro_batches
+
     def cost(self, rank: int) -> Cost:
+        """Of all micro-batches; `saved` is of one."""
         storage, compute, _ = DTYPES[self.dtype]
         sizes = storage.itemsize, (compute or storage).itemsize
         at = self.cuboid.coordinates(rank)
         settings = self.policy, self.recompute, *sizes, self.schedule
-        return step_cost(self.config, self.cuboid, at, self.batch, self.seq, *settings, freeze=self.freeze)
+        of = self.config, self.cuboid, at, self.micro_batch, self.seq, *settings
+        found = step_cost(*of, micro_batches=self.micro_batches, freeze=self.freeze)
+        for _ in range(self.micro_batches - 1):
+            found.add(step_cost(*of, last=False, freeze=self.freeze))
+        return found
 
 
 @dataclass
@@ -115,10 +133,10 @@ class Measured:
 
     model: Transformer
     place: Place
-    logits: Tensor
+    logits: Tensor  # of the first micro-batch
     loss: Tensor
     flops: int
-    saved: int | None  # on a pipe it is not measured
+    saved: int | None  # by the forward of a micro-batch; on a pipe it is not measured
     memory: Memory
     traffic: Mapping[str, dict[str, tuple[int, int]]]
     norm: Tensor
@@ -171,26 +189,29 @@ def measure(case: Case, parallel: Parallel, expected: int | None = None) -> Meas
     model = Transformer(parallel, case.seed, storage, case.recompute)
     unsettle(model, case.seed)
     model.freeze(case.freeze)
-    place = parallel.place(case.batch, case.seq)
-    device = parallel.mesh.device
-    tokens, targets = (whole.to(device) for whole in batch_of(case))
-    tokens, targets = place.take(tokens, 0), place.take(targets, case.loss.ignore_index)
+    place = parallel.place(case.micro_batch, case.seq)
+    device, batches = parallel.mesh.device, list[tuple[Tensor, At]]()
+    of_each = zip(*(whole.to(device).chunk(case.micro_batches) for whole in batch_of(case)), strict=True)
+    for i, (tokens, targets) in enumerate(of_each):
+        at = At(place, place.take(targets, case.loss.ignore_index), case.loss, case.seed + i)
+        batches.append((place.take(tokens, 0), at))
+    (tokens, at), saved = batches[0], None
     with evaluating(model):
         logits = model.logits(tokens, place)
-    saved, batch = None, (tokens, At(place, targets, case.loss, case.seed))
     with Memory(model) as memory:  # a separate step, because the FLOP counter keeps tensors alive
         if parallel.mesh.pipe.size > 1:
-            model.play([batch])
+            model.play(batches)
         else:
-            loss = model(tokens, targets, place, case.loss, dropout=case.seed)
+            loss = model(tokens, at.targets, place, case.loss, dropout=case.seed)
             saved = saved_bytes(memory, loss, expected)
             loss.backward()
     model.zero_grad()
     with count_flops() as flops:
-        model.play([batch])
+        model.play(batches)
     model.zero_grad()
     parallel.mesh.ledger.reset()
-    (loss,) = model.play([batch])  # under no mode, so that it is computed as in training: fused on a GPU
+    # under no mode, so that it is computed as in training: fused on a GPU
+    loss = torch.stack(model.play(batches)).mean()
     traffic = parallel.mesh.ledger.counts()
     total, norm = flops.get_total_flops(), model.gradient_norm()
     return Measured(model, place, logits, loss.detach(), total, saved, memory, traffic, norm)
@@ -228,17 +249,15 @@ def compare(report: Report, case: Case, mesh: Mesh, mine: Measured, whole: Measu
     specs = mine.model.specs()
     if whole is None:
         return
-    mine_only = dict(mine.model.named_parameters())
     for name, spec in specs.items():
-        if name in mine_only and not mine_only[name].requires_grad:
+        reference = whole.model.get_parameter(name).grad
+        if reference is None:  # frozen
             continue
         shapes = [spec.local_shape(case.cuboid, case.cuboid.coordinates(rank)) for rank in range(case.cuboid.ranks)]
         mine_of_each = [
             piece[: torch.Size(shape).numel()].view(shape) for piece, shape in zip(pieces, shapes, strict=True)
         ]
         pieces = [piece[torch.Size(shape).numel() :] for piece, shape in zip(pieces, shapes, strict=True)]
-        reference = whole.model.get_parameter(name).grad
-        assert reference is not None
         try:
             report.errors[f"d {name}"] = relative(spec.join(mine_of_each, case.cuboid), reference, floor)
         except ValueError:  # copies of an element differ
@@ -254,7 +273,7 @@ def join_logits(case: Case, mesh: Mesh, mine: Measured) -> Tensor:
     """The unsharded logits [s, b, v], without padding."""
     index = [gather_pieces(each, mesh.world) for each in mine.place.logits]
     pieces = gather_pieces(mine.logits, mesh.world)
-    s, b, v = case.seq, case.batch, case.config.vocab
+    s, b, v = case.seq, case.micro_batch, case.config.vocab
     whole = mine.logits.new_full((s, b, v), torch.nan)
     for piece, rows, samples, classes in zip(pieces, *index, strict=True):
         inside = rows < s

@@ -52,8 +52,13 @@ FLAGS = {
     **dict.fromkeys(("vocab", "vocab-size"), ("--tokenizer FILE, made with the size that you want",)),
     **dict.fromkeys(("cuboid", "layout"), ("--cuboid", "--only 'cuboid 2,2,2'", "--explain")),
 }
+PIPE = ("pipe", "pp", "pipeline-parallel")
 #: What people type for a flag of a command, where none of its own is meant.
 INSTEAD = {
+    **dict.fromkeys(
+        ("sample", "eval", "import", "export"), dict.fromkeys(PIPE, "write it after the sizes: --cuboid 'X,Y,Z pipe=2'")
+    ),
+    "plan": dict.fromkeys(PIPE, "pipes are ranked with all else; for one, write --explain 'X,Y,Z pipe=2'"),
     "train": {
         **dict.fromkeys(("config", "config-file", "cfg"), "name the file without a flag: cuboid train my.toml"),
         **dict.fromkeys(

@@ -97,12 +97,14 @@ def train(
         overrides = [*overrides, f"cuboid.replicas={replicas}"]
     if pipe:
         overrides = [*overrides, f"cuboid.pipe={pipe}"]
-    chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware)
+    chosen = on_cuboid(load(config, overrides, preset), cuboid, hardware, replicas, pipe)
     if of_run and not any(each.startswith("overlap.split") for each in overrides):
         chosen = without_other_split(chosen)
     if not cuboid and is_first() and (note := note_on_axes(chosen, config, overrides)):
         Console(highlight=False, soft_wrap=True).print(note, markup=False)
     chosen.check()
+    if unused := chosen.without_pipe():
+        warn(f"not used without a pipe: {', '.join(unused)}; set cuboid.pipe, or leave them out")
     chosen = split_by_time(chosen, hardware)
     if emulate:
         if resume is not None or trace or under_torchrun():
@@ -147,16 +149,21 @@ def train(
         raise typer.Exit(stop.code)
 
 
-def on_cuboid(config: TrainConfig, cuboid: str, hardware: str) -> TrainConfig:
-    """The configuration with the requested cuboid, or one for the number of ranks that torchrun has started."""
+def on_cuboid(
+    config: TrainConfig, cuboid: str, hardware: str, replicas: int | None = None, pipe: int | None = None
+) -> TrainConfig:
+    """The configuration with the requested cuboid, or one for the number of ranks that torchrun has started. `replicas`
+    and `pipe` are what options say: the cuboid's text overrides the configuration, but must agree with options."""
     ranks, why = int(os.environ["WORLD_SIZE"]) if under_torchrun() else config.cuboid_shape().ranks, ""
     if cuboid == "auto":
         from cuboid.train.auto import planned
 
-        config, why = planned(config, ranks, hardware)
+        config, why = planned(config, ranks, hardware, pipe)
     elif cuboid:
-        k = Cuboid.parse(cuboid, config.cuboid.replicas, pipe=config.cuboid.pipe)
-        config = replace(config, cuboid=replace(config.cuboid, x=k.x, y=k.y, z=k.z, replicas=k.replicas, pipe=k.pipe))
+        c = config.cuboid
+        replicas = replicas or (None if "replicas" in cuboid else c.replicas)
+        k = Cuboid.parse(cuboid, replicas, pipe=pipe or (None if "pipe" in cuboid else c.pipe))
+        config = replace(config, cuboid=replace(c, x=k.x, y=k.y, z=k.z, replicas=k.replicas, pipe=k.pipe))
     if hardware and cuboid != "auto":
         raise ValueError(f"--hardware {hardware} is for --cuboid auto; leave it out or give both")
     if under_torchrun() and cuboid != "auto":

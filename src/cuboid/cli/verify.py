@@ -20,7 +20,7 @@ from cuboid.dtypes import VERIFIED, known
 from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
 from cuboid.model.config import FAMILIES, ModelConfig
 from cuboid.run.started import under_torchrun
-from cuboid.step.schedule import Schedule
+from cuboid.step.schedule import PIPELINES, Schedule
 from cuboid.train.config import CuboidSection, LossSection, MemorySection, OverlapSection, TrainConfig
 
 if TYPE_CHECKING:
@@ -35,10 +35,13 @@ def verify(
     cuboid: Annotated[
         str, option("x,y,z, such as 2,2,2.", RANKS, otherwise="the most even block of --ranks", metavar="X,Y,Z")
     ] = "",
-    replicas: Annotated[int, option("Data-parallel replicas of the cuboid.", RANKS, 1)] = 1,
-    pipe: Annotated[int, option("Pipeline stages, each on a cuboid of its own.", RANKS, 1)] = 1,
+    replicas: Annotated[int | None, option("Data-parallel replicas of the cuboid.", RANKS, 1, otherwise="1")] = None,
+    pipe: Annotated[
+        int | None, option("Pipeline stages, each on a cuboid of its own.", RANKS, 1, otherwise="1")
+    ] = None,
     ranks: Annotated[
-        int | None, option("Ranks in all: x·y·z·replicas·pipe.", RANKS, 1, otherwise="8, or as --cuboid has")
+        int | None,
+        option("Ranks in all: x·y·z·replicas·pipe.", RANKS, 1, otherwise="8·replicas·pipe, or as --cuboid has"),
     ] = None,
     order: Annotated[str, option("Axes from slowest over ranks to fastest.", RANKS)] = ",".join(AXES),
     family: Annotated[str, option(f"One of {', '.join(FAMILIES)}.", MODEL)] = "gpt2",
@@ -66,6 +69,13 @@ def verify(
     prefetch: Annotated[bool, option("Gather the next layer's weights while this one computes.", STEP)] = True,
     sub_batches: Annotated[int, option("Interleaved sub-batches.", STEP, 1)] = 1,
     chunks: Annotated[int, option("Chunks of a matmul's tokens.", STEP, 1)] = 1,
+    micro_batches: Annotated[int, option("Micro-batches that the batch is split into.", STEP, 1)] = 1,
+    pipeline: Annotated[
+        str, option(f"The schedule of a pipe: {', '.join(PIPELINES)}.", STEP, otherwise=PIPELINES[1])
+    ] = "",
+    split: Annotated[
+        str, option("Blocks of each stage of a pipe, such as 3,1.", STEP, otherwise="evenly", metavar="N,N,…")
+    ] = "",
     steps: Annotated[
         int | None,
         option("Instead: train both for this many steps and compare the losses.", CHECK, 1, otherwise="one step"),
@@ -90,10 +100,15 @@ def verify(
     Examples:
       cuboid verify --cuboid 2,2,2
       cuboid verify --cuboid 1,2,2 --family llama --dtype bf16
+      cuboid verify --cuboid 1,2,1 --pipe 2 --pipeline zero-bubble --micro-batches 4
       cuboid verify --cuboid 2,2,2 --steps 50
       torchrun --nproc-per-node 8 -m cuboid verify --cuboid 2,2,2
     """
-    shape = Cuboid.parse(cuboid, replicas, order, pipe) if cuboid else most_even(ranks or 8 * replicas, replicas, pipe)
+    if cuboid:
+        shape = Cuboid.parse(cuboid, replicas, order, pipe)
+    else:
+        each = (replicas or 1) * (pipe or 1)
+        shape = most_even(ranks or 8 * each, replicas or 1, pipe or 1)
     if ranks and ranks != shape.ranks:
         raise ValueError(
             f"--ranks {ranks} is not x·y·z·replicas·pipe = {shape.ranks} of cuboid {shape}; leave one of them out"
@@ -106,6 +121,14 @@ def verify(
     one_of("--weights", weights, ("regather", "retain"))
     one_of("--recompute", recompute, ("none", "selective", "full"))
     config.check(shape, batch, seq)
+    if shape.pipe == 1 and (pipeline or split):
+        raise ValueError(
+            f"--pipeline and --split are of a pipe, and cuboid {shape} has none; add --pipe, or leave them out"
+        )
+    if pipeline:
+        one_of("--pipeline", pipeline, PIPELINES)
+    if not re.fullmatch(r"(\d+(,\d+)*)?", split):
+        raise ValueError(f"--split {split} is not blocks of each stage; write numbers with commas, such as 3,1")
     from cuboid.layers.loss import Loss
     from cuboid.model.cuboid import Policy
     from cuboid.run.launch import launch
@@ -114,8 +137,16 @@ def verify(
 
     policy = Policy(activations, weights)  # type: ignore[arg-type]  # Policy checks them
     loss = Loss(label_smoothing=label_smoothing, z_loss=z_loss)
-    schedule = Schedule(prefetch, sub_batches, chunks)
-    case = Case(config, shape, batch, seq, dtype, policy, loss, recompute, seed, schedule, freeze)  # type: ignore[arg-type]
+    schedule = Schedule(
+        prefetch,
+        sub_batches,
+        chunks,
+        pipeline=pipeline or PIPELINES[1],
+        stages=2 if pipeline == "interleaved" else 1,
+        split=tuple(map(int, split.split(","))) if split else (),
+    )
+    of = config, shape, batch, seq, dtype, policy, loss, recompute, seed, schedule, freeze, micro_batches
+    case = Case(*of)  # type: ignore[arg-type]
     console = Console(stderr=as_json)
     if steps:
         compare_curves(console, case, steps, plot, as_json)
@@ -200,11 +231,18 @@ def training(case: Case, steps: int) -> TrainConfig:
         seed=case.seed,
         model=replace(default.model, freeze=case.freeze, **{name: getattr(c, name) for name in names}),
         cuboid=CuboidSection(k.x, k.y, k.z, k.replicas, k.order, pipe=k.pipe),
-        data=replace(default.data, seq=case.seq, batch=case.batch),
+        data=replace(default.data, seq=case.seq, batch=case.batch, micro_batches=case.micro_batches),
         schedule=replace(default.schedule, steps=steps, warmup=min(steps, default.schedule.warmup)),
         precision=replace(default.precision, dtype="bf16" if case.dtype == "bf16" else "fp32"),
         memory=MemorySection(case.policy.activations, case.policy.weights, case.recompute, case.policy.head_elements),
-        overlap=OverlapSection(s.prefetch, s.sub_batches, s.chunks),
+        overlap=OverlapSection(
+            s.prefetch,
+            s.sub_batches,
+            s.chunks,
+            pipeline=s.pipeline,  # type: ignore[arg-type]
+            stages=s.stages,
+            split=s.split,
+        ),
         loss=LossSection(case.loss.label_smoothing, case.loss.z_loss),
     )
 
@@ -273,12 +311,22 @@ def show(console: Console, case: Case, report: Report) -> None:
             agrees,
         )
     console.print(balance)
-    console.print("Norms and biases are replicated over axes that do not split them; everything else is 1/P.")
+    console.print(shared(case))
     peak = Table("alive at the peak, rank 0", "bytes", title="Memory, AdamW's moments aside", title_justify="left")
     for kind, size in described(report.peak).items():
         peak.add_row(kind, f"{size:,}")
     console.print(peak)
     console.print("[bold green]The cuboid is exact.[/]" if report.ok else "[bold red]MISMATCH[/]: see the red rows.")
+
+
+def shared(case: Case) -> str:
+    """What is not 1/P on every rank."""
+    some = "Norms and biases are replicated over axes that do not split them"
+    if case.cuboid.pipe == 1:
+        return f"{some}; everything else is 1/P."
+    if case.config.tied:
+        some += ", the tied embedding is at both ends of the pipe"
+    return f"{some}; everything else is of one place of the pipe, split evenly over its ranks."
 
 
 #: Transient tensors, by the module that makes them.

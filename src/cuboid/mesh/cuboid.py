@@ -57,17 +57,19 @@ class Cuboid:
         object.__setattr__(self, "order", order)
 
     @classmethod
-    def parse(cls, text: str, replicas: int = 1, order: str = ",".join(AXES), pipe: int = 1) -> "Cuboid":
+    def parse(
+        cls, text: str, replicas: int | None = None, order: str = ",".join(AXES), pipe: int | None = None
+    ) -> "Cuboid":
         """Parses what a person types: `"2,2,2"` or, as `str` writes it, `"2,2,2 replicas=2 pipe=4"`.
 
         Args:
             text: The sizes.
-            replicas: Its size where the text does not give it.
+            replicas: Its size; None: as the text says, else 1.
             order: The axes, slowest first, separated by commas.
-            pipe: Its size where the text does not give it.
+            pipe: Its size; None: as the text says, else 1.
 
         Raises:
-            ValueError: If the text is not of this form, or a size is not allowed.
+            ValueError: If the text is not of this form, a size is not allowed, or one is given twice and differs.
         """
         sizes, *more = re.sub(r"\s*([,x×=])\s*", r"\1", text).split() or [""]
         parts, named = re.split("[,x×]", sizes.strip("()")), {"replicas": replicas, "pipe": pipe}
@@ -79,9 +81,14 @@ class Cuboid:
         for name, size in given:
             if name not in named:
                 raise ValueError(f"cuboid {text!r}: after x,y,z come replicas= and pipe=, not {name}=")
+            if named[name] not in (None, int(size)):
+                raise ValueError(
+                    f"cuboid {text!r} has {name}={size}, and {name}={named[name]} is given too; leave one of them out"
+                )
             named[name] = int(size)
         x, y, z = (int(part) for part in parts)
-        return cls(x, y, z, named["replicas"], tuple(name.strip() for name in order.split(",")), pipe=named["pipe"])
+        axes = tuple(name.strip() for name in order.split(","))
+        return cls(x, y, z, order=axes, **{name: 1 if size is None else size for name, size in named.items()})
 
     @classmethod
     def stored(cls, sizes: Mapping[str, int], order: Sequence[str] = AXES) -> "Cuboid":

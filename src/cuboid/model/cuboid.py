@@ -206,7 +206,8 @@ def suitable_schedule(
     there are enough tokens. None where the processors that compute make the messages too (not `apart`): nothing can
     overlap there."""
     samples = batch // cuboid.replicas // gcd(batch // cuboid.replicas, cuboid.x)
-    most = batch * seq * config.hidden * itemsize // cuboid.ranks // LEAST_SUB_BATCH[gpu]
+    of_rank = batch * seq * config.hidden * itemsize // (cuboid.block * cuboid.replicas)  # at every place of a pipe
+    most = of_rank // LEAST_SUB_BATCH[gpu]
     if cuboid.y * cuboid.z == 1 or most < 2 or not apart:
         return PREFETCH
     four = cuboid.z > 1 and batch * seq // (cuboid.replicas * cuboid.x) >= 4 * LEAST_ROWS[gpu]

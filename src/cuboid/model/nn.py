@@ -249,9 +249,11 @@ class Model(nn.Module):
 
         Raises:
             ValueError: If a parameter is undeclared or in no stage, a stage does not name the modules that it uses, a
-                layer does not take what the previous one gives, or the last stage gives no loss.
+                layer does not take what the previous one gives, the last stage gives no loss, or ranks of a pipe split
+                the blocks in different ways.
         """
         segments, mesh = self.segments(), self.parallel.mesh
+        self._check_split()
         self._check([stage for each in segments.values() for stage in each], ends=self.split.last in segments)
         for _, parameter, d in declared(self):
             self._replicated.setdefault(d.spec.copies(mesh.cuboid), []).append(parameter)
@@ -306,6 +308,19 @@ class Model(nn.Module):
         """The names of all parameters, also of other ranks' stages. All ranks of a pipe call it."""
         mine = [name for name, _, _ in declared(self)]
         return list(dict.fromkeys(name for each in from_all(mine, self.parallel.mesh.pipe) for name in each))
+
+    def _check_split(self) -> None:
+        """Every rank splits the blocks by itself, and would run one twice or never if another had a different split."""
+        mesh = self.parallel.mesh
+        if mesh.pipe.size == 1:
+            return
+        splits = from_all(self.split.blocks, mesh.world)
+        other = next((rank for rank, split in enumerate(splits) if split != splits[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"rank {other} has stages of {list(splits[other])} blocks, rank 0 of {list(splits[0])}; give all ranks "
+                f"the same overlap.split or Schedule(split=…), such as {list(splits[0])}"
+            )
 
     def _check(self, stages: Sequence[Stage], ends: bool = True) -> None:
         if not stages:

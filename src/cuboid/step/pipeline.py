@@ -49,7 +49,7 @@ class Split:
         if stages > layers:
             raise ValueError(
                 f"{layers} blocks cannot be split into {stages} stages, {schedule.stages} on each of pipe={pipe}; "
-                f"use at most {layers} stages: " + " or ".join(_fitting(layers, pipe, schedule.stages))
+                f"use at most {layers} stages: " + " or ".join(_fitting(layers, pipe, schedule))
             )
         if not blocks:
             blocks = tuple(layers // stages + (i < layers % stages) for i in range(stages))
@@ -81,10 +81,12 @@ class Split:
         return stages[module] if module < len(stages) else self.last + 1
 
 
-def _fitting(layers: int, pipe: int, each: int) -> list[str]:
-    found = [(layers // each, each)] if layers // each > 1 else []
-    found.append((pipe, layers // pipe) if layers >= pipe else (layers, 1))
-    return [f"pipe={places} with {stages} each" for places, stages in dict.fromkeys(found)]
+def _fitting(layers: int, pipe: int, schedule: Schedule) -> list[str]:
+    """Pipes that have a block or more for each stage, and as many stages per rank as the schedule allows."""
+    each, least = schedule.stages, 2 if schedule.pipeline == "interleaved" else 1
+    found = [(layers // each, each), (pipe, layers // pipe) if layers // pipe >= least else (layers // least, least)]
+    fits = [f"pipe={places} with {stages} each" for places, stages in dict.fromkeys(found) if places > 1]
+    return fits or [f"pipe={min(pipe, layers)} with 1 each, in another schedule"]
 
 
 # Orders
@@ -98,13 +100,14 @@ class Shape(NamedTuple):
     m: int
 
     @property
-    def round(self) -> int:
+    def round_size(self) -> int:
         """Micro-batches that run through a stage before a rank turns to its next stage: about p."""
         return self.m // max(1, self.m // self.p)
 
     def forwards(self, place: int) -> list[Move]:
-        moves, (p, v, m), k = [], self, self.round
-        for step in range(v * m):
+        """The forwards of a place: rounds of k micro-batches, each through one of its stages after another."""
+        moves, (p, v, m), k = [], self, self.round_size
+        for step in range(v * m):  # (r·v + c)·k + i: the i-th micro-batch of round r, in the c-th stage of the place
             moves.append(Move("F", step // (k * v) * k + step % k, step // k % v * p + place))
         return moves
 
@@ -113,9 +116,9 @@ class Shape(NamedTuple):
         last = self.p * self.v - 1
         return [Move("B", batch, last - stage) for _, batch, stage in self.forwards(self.p - 1 - place)]
 
-    def ahead(self, place: int, each: int) -> int:
-        """Forwards before the first backward: to reach its last stage, and `each` per following place."""
-        return (self.v - 1) * self.round + each * (self.p - 1 - place)
+    def ahead(self, place: int, per_place: int) -> int:
+        """Forwards before the first backward: to reach its last stage, and `per_place` for each following place."""
+        return (self.v - 1) * self.round_size + per_place * (self.p - 1 - place)
 
 
 def gpipe(shape: Shape, place: int) -> Order:
@@ -206,6 +209,11 @@ def needed(move: Move, last: int) -> Move | None:
     if move.kind == "F" and move.stage > 0:
         return move._replace(stage=move.stage - 1)
     return move._replace(stage=move.stage + 1) if move.kind == "B" and move.stage < last else None
+
+
+def receiver(move: Move) -> Move:
+    """The inverse of `needed`: the move of another stage that waits for this one's message, if there is one."""
+    return move._replace(stage=move.stage + (1 if move.kind == "F" else -1))
 
 
 def no_time(_: Move) -> float:

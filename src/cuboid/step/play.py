@@ -138,7 +138,8 @@ class Player:
 
     def _post(self, batches: Sequence[Batch], orders: Sequence[Order], lowest: int = 0) -> Post:
         ats = [at for _, at in batches]
-        return Post(self.lanes, self.pipe.index, orders, ats, self._sub_batches, self._like, lowest)
+        sizes = self._sub_batches, self._like, self.split.last, lowest
+        return Post(self.lanes, self.pipe.index, orders, ats, *sizes)
 
     def _from_last(self, found: Tensor | None, shape: Sequence[int], loss: bool) -> Tensor:
         """Broadcast the losses (in fp32 or better) or Y of the last stage."""

@@ -20,7 +20,7 @@ from cuboid.comm.collectives import receive, send
 from cuboid.comm.flight import Flight, Pause, Steps
 from cuboid.mesh.mesh import Lanes
 from cuboid.step.op import Layer, Transposable
-from cuboid.step.pipeline import needed
+from cuboid.step.pipeline import needed, receiver
 from cuboid.step.runner import At
 from cuboid.step.schedule import Move, Order, Task
 
@@ -41,8 +41,8 @@ def border(itemsize: int) -> tuple[Layer, Layer]:
 
 
 class Post:
-    """The messages of one step at one place of a pipe. Backward ends with stage `lowest`. Micro-batches are split into
-    `count` sub-batches. Messages have the dtype and device of `like`."""
+    """The messages of one step at one place of a pipe. Forward ends with stage `last`, backward with stage `lowest`.
+    Micro-batches are split into `count` sub-batches. Messages have the dtype and device of `like`."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class Post:
         ats: Sequence[At],
         count: int,
         like: Tensor,
+        last: int,
         lowest: int = 0,
     ) -> None:
-        self._ats, self._count, self._like, self._lowest = ats, count, like, lowest
-        self.last = max(move.stage for order in orders for moves in order for move in moves)
+        self._ats, self._count, self._like, self._last, self._lowest = ats, count, like, last, lowest
         self._out = {"F": lanes.to_next, "B": lanes.to_previous}
         self._in = {"F": lanes.from_previous, "B": lanes.from_next}
         neighbours = {"F": orders[place - 1], "B": orders[(place + 1) % len(orders)]}
@@ -67,18 +67,13 @@ class Post:
 
     def _sent_on(self, kind: str, order: Order) -> list[Move]:
         """The moves of this place that receive a message from a neighbour, in its order."""
-        receivers = [self.receiver(move) for moves in order for move in moves if move.kind == kind]
-        return [move for move in receivers if (0 if kind == "F" else self._lowest) <= move.stage <= self.last]
-
-    @staticmethod
-    def receiver(move: Move) -> Move:
-        """The move of another stage that needs the output of this one."""
-        return move._replace(stage=move.stage + (1 if move.kind == "F" else -1))
+        receivers = [receiver(move) for moves in order for move in moves if move.kind == kind]
+        return [move for move in receivers if (0 if kind == "F" else self._lowest) <= move.stage <= self._last]
 
     def expect(self, moves: Sequence[Move]) -> None:
         """Post the receives of these moves, and all before them in the lane."""
         for move in moves:
-            while needed(move, self.last) is not None and move not in self._flights:
+            while needed(move, self._last) is not None and move not in self._flights:
                 coming = self._coming[move.kind].popleft()
                 lane, what = self._in[move.kind], _named(coming)
                 assert lane is not None
@@ -100,7 +95,7 @@ class Post:
         waiting = self._made.setdefault(move, {})
         waiting[sub_batch] = made
         del made
-        lane, what = self._out[move.kind], _named(self.receiver(move))
+        lane, what = self._out[move.kind], _named(receiver(move))
         assert lane is not None
         while self._next[move] in waiting:
             self._sent.append(send(waiting.pop(self._next[move]), lane, what))

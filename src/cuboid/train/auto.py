@@ -10,7 +10,7 @@ from cuboid.plan.explain import nothing_fits, why
 from cuboid.plan.hardware import PRESETS, Hardware, load, of_gpu
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.pipeline import Pipelines
-from cuboid.plan.search import rank
+from cuboid.plan.search import MOST_PLACES, pipes, rank
 from cuboid.plan.sizes import Sizes
 from cuboid.plan.stage import StageCosts
 from cuboid.plan.step import prices_of
@@ -41,8 +41,9 @@ def vocab_of(d: DataSection) -> int:
     return data.load_tokenizer(Path(d.tokenizer) if d.tokenizer else None).vocab
 
 
-def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfig, str]:
-    """Returns the configuration with the fastest plan's cuboid, memory policy and schedule, and why it was chosen."""
+def planned(config: TrainConfig, devices: int, machine: str, pipe: int | None = None) -> tuple[TrainConfig, str]:
+    """Returns the configuration with the fastest plan's cuboid, memory policy and schedule, and why it was chosen. With
+    `pipe`, the fastest on a pipe of so many places."""
     d, m = config.data, config.memory
     if d.batch % d.micro_batches:
         raise ValueError(f"data.batch = {d.batch} cannot be split into data.micro_batches = {d.micro_batches}")
@@ -51,7 +52,18 @@ def planned(config: TrainConfig, devices: int, machine: str) -> tuple[TrainConfi
     hardware, guess = (load(machine), "") if machine else guessed_hardware(gpu_at_hand(local_ranks(devices)))
     dtype = config.computed_in(hardware.usual).precision.dtype
     work = Work(model, batch, d.seq, dtype, d.micro_batches, config.model.freeze)
+    if pipe is not None and pipe not in (1, *pipes(work, devices)):
+        more = f"--set data.micro_batches={pipe} or more, " if d.micro_batches < pipe else ""
+        raise ValueError(
+            f"--pipe {pipe} with --cuboid auto: the planner takes pipes of no more places than data.micro_batches = "
+            f"{d.micro_batches}, model.layers = {model.layers} or {MOST_PLACES}, which divide the {devices} ranks; use "
+            f"{more}another pipe, or --cuboid X,Y,Z"
+        )
     ranking = rank(hardware, work, devices)
+    if pipe is not None:
+        for plans in (ranking.plans, ranking.too_large):
+            plans[:] = [plan for plan in plans if plan.cuboid.pipe == pipe]
+        ranking.corners.clear()  # `why` compares with what was searched
     if not ranking.plans:
         raise ValueError(nothing_fits(ranking))
     best = ranking.plans[0]

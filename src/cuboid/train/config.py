@@ -329,6 +329,16 @@ class TrainConfig:
         pipeline = ("beside" if o.beside else o.pipeline, stages, split) if cuboid.pipe > 1 else ()
         return Schedule(o.prefetch, sub_batches, chunks, o.compile, o.beside, *pipeline)
 
+    def without_pipe(self) -> list[str]:
+        """Keys that are set for a pipe, if neither the cuboid nor one of the others has one."""
+        if any(cuboid.pipe > 1 for cuboid in (self.cuboid_shape(), *self.other_cuboids())):
+            return []
+        default = OverlapSection()
+        names = (
+            name for name in ("pipeline", "stages", "split") if getattr(self.overlap, name) != getattr(default, name)
+        )
+        return [f"overlap.{name}" for name in names]
+
     def rank_names(self) -> list[str]:
         """What errors call the ranks of a pipe: with their places, and their stages there. Empty without a pipe."""
         cuboid, found = self.cuboid_shape(), list[str]()

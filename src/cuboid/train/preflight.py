@@ -6,7 +6,6 @@ plan is clearly above what is free, and the run would have failed.
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from math import ceil
 
@@ -14,12 +13,12 @@ from cuboid.device import free_memory, gpus_for, is_gpu
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
+from cuboid.plan.cost.cuboid import step_cost
 from cuboid.plan.explain import gigabytes
 from cuboid.plan.hardware import PRESETS
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.pipeline import planned
 from cuboid.plan.search import shapes
-from cuboid.plan.sizes import Sizes
 from cuboid.run.launch import World
 from cuboid.run.started import local_ranks
 from cuboid.step.pipeline import bubble, orders
@@ -97,7 +96,11 @@ def check_weights(config: ModelConfig, cuboid: Cuboid) -> None:
     local = local_ranks(cuboid.ranks)
     if gpus_for(local):
         return
-    size = 4 * local * int(Sizes(config, [cuboid], 1, cuboid.x * cuboid.replicas, 1).parameters[0])
+    first, of_place = cuboid.coordinates(0), list[int]()  # of each place of a pipe, the rank with the largest shards
+    for place in range(cuboid.pipe):
+        cost = step_cost(config, cuboid, {**first, "pipe": place}, cuboid.x * cuboid.replicas, 1)
+        of_place += [cost.parameters] * (cuboid.block * cuboid.replicas)
+    size = sum(sorted(of_place)[-local:])  # the fullest places may be on this host
     if size > CLEARLY * (free := free_memory()):
         raise ValueError(
             f"the model does not fit: its weights are {gigabytes(size)} on this host, and {gigabytes(free)} are free; "
@@ -131,7 +134,7 @@ def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
             yield f"{change} {more}", changed
     k, d = config.cuboid, config.data
     model = config.model_config(config.model.vocab or vocab_of(d))
-    for replicas, x, y, z in shapes(model, config.cuboid_shape().ranks, d.batch // d.micro_batches):
+    for replicas, x, y, z in shapes(model, config.cuboid_shape().ranks // k.pipe, d.batch // d.micro_batches):
         if (x, y, z) != (k.x, k.y, k.z) and replicas <= k.replicas:
             other, change = (
                 replace(config, cuboid=replace(k, replicas=replicas, x=x, y=y, z=z)),
@@ -153,10 +156,21 @@ def _recomputed(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
 
 
 def _in_micro_batches(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    d = config.data
-    for count in range(d.micro_batches + 1, d.batch // config.cuboid.replicas + 1):
-        if d.batch % (count * config.cuboid.replicas) == 0:
-            yield f"--set data.micro_batches={count}", replace(config, data=replace(d, micro_batches=count))
+    for count in _counts(config, config.data.micro_batches + 1):
+        data = replace(config.data, micro_batches=count)
+        yield f"--set data.micro_batches={count}", replace(config, data=data)
+
+
+def _counts(config: TrainConfig, least: int) -> Iterator[int]:
+    """The numbers of micro-batches, `least` or more, that the batch and the schedule allow."""
+    cuboid, batch = config.cuboid_shape(), config.data.batch
+    for count in range(least, batch // cuboid.replicas + 1):
+        if batch % (count * cuboid.replicas) == 0:
+            try:
+                orders(config.schedule_on(cuboid), cuboid.pipe, count)
+            except ValueError:  # not with this schedule
+                continue
+            yield count
 
 
 def idle_places(config: TrainConfig) -> str:
@@ -167,12 +181,8 @@ def idle_places(config: TrainConfig) -> str:
         return ""
     seconds = {"F": 1, "B": 1 if schedule.pipeline == "zero-bubble" else 2, "W": 1}  # a forward's, roughly
     idle = bubble(orders(schedule, places, count), lambda move: seconds[move.kind])
-    fits = []
-    for n in range(places, d.batch // cuboid.replicas + 1):
-        with suppress(ValueError):  # not with this schedule
-            orders(schedule, places, n)
-            fits += [n] * (d.batch % (n * cuboid.replicas) == 0)
-    use = f"--set data.micro_batches={fits[0]}" if fits else "a larger data.batch"
+    fits = next(_counts(config, places), 0)
+    use = f"--set data.micro_batches={fits}" if fits else "a larger data.batch"
     return (
         f"{count} micro-batch{'es' * (count > 1)} on a pipe of {places} places: about {idle:.0%} of a step is idle; "
         f"use {use}, or a shorter pipe"

@@ -48,7 +48,15 @@ class _Held:
         return future
 
 
+class _FakeGloo(Gloo):
+    def from_all(self, value: Any) -> list[Any]:
+        """This rank's value, as if all had it."""
+        return [value] * self.size
+
+
 class _FakeNccl(Nccl):
+    from_all = _FakeGloo.from_all
+
     def _launch_all(self, launch: Any, outs: Any, xs: Any, device: Any) -> Any:
         """Launch one after another: PyTorch's fake backend does not know the shapes of coalesced launches."""
         return SimpleNamespace(works=[launch(out, x) for out, x in zip(outs, xs, strict=True)])
@@ -56,7 +64,7 @@ class _FakeNccl(Nccl):
 
 WIRE = SimpleNamespace(**{name: partial(_Held, getattr(dist, name)) for name in LAUNCHES})
 FAKES: dict[str, Callable[..., Transport]] = {
-    "fake_gloo": partial(Gloo, wire=WIRE),
+    "fake_gloo": partial(_FakeGloo, wire=WIRE),
     "fake_nccl": partial(_FakeNccl, wire=WIRE),
 }
 
