@@ -210,7 +210,7 @@ def test_examine_ends_with_the_stage_that_fails() -> None:
     found, error = examine(ask, told.append)
     assert found == told
     assert isinstance(error, RankError)
-    assert found[:-1] == [good] * 3
+    assert found[:-1] == [good] * 4
     expect(found[-1], "error", "rank 3 failed … KeyError: 7", "not tried: training")
     assert found[-1].check == "exactness"
     assert examine(lambda _: [good], told.append) == ([good] * len(doctor.STAGES), None)
