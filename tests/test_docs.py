@@ -177,6 +177,17 @@ def test_benchmarks_are_made_by_commands_that_exist() -> None:
             parse_bash(command)
 
 
+def test_benchmarks_are_made_by_the_commands_of_the_table() -> None:
+    """Those that their JSON names, wherever they were written to."""
+    folder, found = ROOT / "benchmarks", 0
+    for file, command in re.findall(r"^\| `(\S+)\.\*` \| `([^`]+)`", (folder / "README.md").read_text(), re.MULTILINE):
+        made_by = json.loads((folder / f"{file}.json").read_text())["command"]
+        plain = re.sub(r" --out \S+", "", made_by).replace("(", "").replace(")", "")
+        assert command.replace('"', "") == plain, file
+        found += 1
+    assert found > 8
+
+
 def test_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 200
 

@@ -7,9 +7,12 @@ import pytest
 from cuboid.mesh.cuboid import Cuboid
 from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
+from cuboid.plan.batches import in_micro_batches, rank_batches
 from cuboid.plan.dry import compare, dry_run
+from cuboid.plan.explain import why
 from cuboid.plan.hardware import PRESETS, Link, every_kind
 from cuboid.plan.layer import Choice, Work
+from cuboid.plan.pipeline import planned
 from cuboid.plan.search import predict, rank, timeline
 from cuboid.step.schedule import Schedule
 
@@ -41,8 +44,10 @@ HELD = [
     (GPT2, Cuboid(2, 2, 1, pipe=4), Choice("selective", Policy("retain"), scheduled("zero-bubble")), "gloo"),
     (GPT2, Cuboid(1, 1, 2, pipe=4), Choice(schedule=scheduled("beside")), "gloo"),
     (GPT2.replace(layers=12), Cuboid(1, 1, 2, pipe=4), Choice(schedule=scheduled("beside")), "gloo"),
+    (GPT2, Cuboid(2, 1, 1, pipe=4), Choice("none", Policy("regather", "retain"), scheduled("1f1b")), "gloo"),
+    (GPT2, Cuboid(2, 1, 1, pipe=2), Choice("none", Policy("regather", "retain"), scheduled("gpipe")), "nccl"),
 ]
-FAST = (2, 7)
+FAST = (2, 7, 12)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +68,17 @@ def test_planner_peak_of_every_place_matches_dry_run(
         print(f"place {place}: {peak.counted:,} bytes counted, {peak.planned / peak.counted - 1:+.1%} planned")
         assert [each for each in found if not each.ok] == []
         assert peak.planned == pytest.approx(peak.counted, rel=0.05)
+
+
+def test_preflight_need_of_sub_batches_beside_each_other_is_hardly_above_dry_run() -> None:
+    """A ranking's memory is an upper bound, 10% above: a run that fits must not be rejected for it."""
+    work, cuboid = Work(GPT2, 8, 128, "fp32", 4), Cuboid(1, 2, 1, pipe=2)
+    choice = Choice("none", schedule=scheduled("beside", sub_batches=2))
+    plan = predict(CPU, work, cuboid, choice)
+    found = compare(dry_run(work, cuboid, choice), plan, work)
+    peak = next(each for each in found if each.what == "bytes at the peak")
+    assert peak.planned >= peak.counted
+    assert int(planned(CPU, work, cuboid, choice).peak[0]) == pytest.approx(peak.counted, rel=0.05)
 
 
 FROZEN = [
@@ -132,3 +148,21 @@ def test_planner_splits_blocks_so_that_the_head_is_paid_for() -> None:
     even = predict(H100, work, plan.cuboid, replace(plan.choice, schedule=replace(plan.choice.schedule, split=())))
     assert plan.seconds < even.seconds
     assert len(timeline(work, plan)) == len({str(each) for each in timeline(work, plan)})
+
+
+def test_planner_chooses_the_number_of_micro_batches() -> None:
+    """A flat cuboid in one micro-batch, where a pipe in 8 would be slower; `rank` says that it tried one number."""
+    config = GPT2.replace(layers=4)
+    work = Work(config, 1, 128, "bf16", 8)
+    found, fixed = (
+        rank_batches(H100, work, 4),
+        {count: rank(H100, in_micro_batches(work, count), 4) for count in (1, 8)},
+    )
+    first = found.plans[0]
+    assert found.tried == (1, 2, 4)
+    assert (found.work.micro_batches, found.work.batch) == (first.micro_batches, 8 // first.micro_batches)
+    assert first.seconds <= min(each.plans[0].seconds for each in fixed.values())
+    assert predict(H100, found.work, first.cuboid, first.choice).seconds == pytest.approx(first.seconds)
+    assert "Of 1, 2, 4 micro-batches" in why(found)
+    assert "No other number of micro-batches than 1 was tried" in why(fixed[1])
+    assert "a pipe is only tried with 2 or more" in why(fixed[1])

@@ -1,9 +1,9 @@
 """Explains why the first plan is first and what limits it or, if nothing fits, what would help."""
 
 from contextlib import suppress
-from dataclasses import replace
 
 from cuboid.mesh.cuboid import Cuboid
+from cuboid.plan.batches import in_micro_batches
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import Work
 from cuboid.plan.search import CORNERS, Plan, Ranking, fits, rank
@@ -26,6 +26,19 @@ def limit(plan: Plan) -> str:
 
 
 def why(ranking: Ranking) -> str:
+    """Why the first plan is first, and which numbers of micro-batches that is true of."""
+    return f"{_reason(ranking)} {_tried(ranking)}"
+
+
+def _tried(ranking: Ranking) -> str:
+    count, searched_pipes = ranking.work.micro_batches, any(plan.cuboid.pipe > 1 for plan in ranking.plans)
+    if len(ranking.tried) > 1:
+        return f"Of {', '.join(map(str, ranking.tried))} micro-batches, {count} took the least time."
+    no_pipe = "" if count > 1 or searched_pipes else "; a pipe is only tried with 2 or more"
+    return f"No other number of micro-batches than {count} was tried, and another may be faster{no_pipe}."
+
+
+def _reason(ranking: Ranking) -> str:
     """One sentence on why the first plan is first."""
     first = ranking.plans[0]
     rivals = {name: plan for name, plan in ranking.corners.items() if plan and plan.cuboid.sizes != first.cuboid.sizes}
@@ -84,7 +97,7 @@ def remedy(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None, p
             other = rank(hw, work, devices, pipeline=pipeline).plans[0]
             return f"more micro-batches would not help; of {devices} devices {other.cuboid} would fit"
         if fewer := _micro_batches(hw, work, devices, None, pipeline):
-            first = rank(hw, _in_micro_batches(work, fewer), devices, pipeline=pipeline).plans[0]
+            first = rank(hw, in_micro_batches(work, fewer), devices, pipeline=pipeline).plans[0]
             return f"{first.cuboid} would fit with --micro-batches {fewer}"
     for factor in (2, 4, 8, 16, 32, 64):
         if not hw.lacks(devices * factor) and fits(hw, work, devices * factor, pipeline=pipeline):
@@ -92,15 +105,11 @@ def remedy(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None, p
     return "neither more micro-batches nor 64 × as many devices would help; use a smaller model or larger devices"
 
 
-def _in_micro_batches(work: Work, count: int) -> Work:
-    return replace(work, batch=work.batch * work.micro_batches // count, micro_batches=count)
-
-
 def _micro_batches(hw: Hardware, work: Work, devices: int, only: Cuboid | None, pipeline: str) -> int:
     """The fewest micro-batches that make it fit; 0 if none do."""
     counts = (n * work.micro_batches for n in range(2, work.batch + 1) if work.batch % n == 0)
     for count in counts:
-        smaller = _in_micro_batches(work, count)
+        smaller = in_micro_batches(work, count)
         if only is not None and smaller.batch % only.replicas:
             continue
         with suppress(ValueError):  # the pipeline's schedule is impossible with this many

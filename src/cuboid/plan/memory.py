@@ -57,9 +57,10 @@ def memory(
     saved: Array,
     segment: Segment = WHOLE,
     left: Array | None = None,
+    level: bool = False,
 ) -> Footprint:
     """The peak of a step. `saved`: activations that forward saves, of all layers and the head, or of a stage. `left`:
-    what its weight gradients are made of, if backward postpones them."""
+    what its weight gradients are made of, if backward postpones them. `level`: see `both`."""
     held = _Moments(hw, work, sizes, choice, saved, segment)
     parameters, trained = sizes.elements(Trained(work.config), segment) * STORED, held.gradients()
     earlier = trained if work.micro_batches > 1 else np.zeros_like(trained)
@@ -67,7 +68,7 @@ def memory(
     found = [(np.maximum(gradients, earlier), *others) for gradients, *others in moments] + [held.replicas()]
     if choice.schedule.beside and work.micro_batches > 1:
         earlier = earlier * (work.micro_batches > 2)  # there are none at the first backward beside a forward
-        found += [(np.maximum(gradients, earlier), *others) for gradients, *others in held.both()]
+        found += [(np.maximum(gradients, earlier), *others) for gradients, *others in held.both(level)]
     which = np.stack([sum(moment) for moment in found]).argmax(0)
     gradients, activations, buffers = (
         np.choose(which, [moment[i] for moment in found]).astype(np.int64) for i in range(3)
@@ -76,11 +77,11 @@ def memory(
 
 
 def planned(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice) -> Footprint:
-    """The footprint of the first rank of one cuboid."""
+    """The footprint of the first rank of one cuboid, sub-batches level."""
     sizes, at = Sizes(work.config, [cuboid], hw.node, work.batch, work.seq), cuboid.coordinates(0)
     settings = choice.policy, choice.recompute, STORED, ITEMSIZE[work.precision], choice.schedule
     cost = step_cost(work.config, cuboid, at, work.batch, work.seq, *settings, freeze=work.freeze)
-    return memory(hw, work, sizes, choice, np.array([cost.saved]))
+    return memory(hw, work, sizes, choice, np.array([cost.saved]), level=True)
 
 
 #: Gradients, activations, buffers.
@@ -105,10 +106,11 @@ class _Moments(Operands):
         """The trained parameters of the j-th last layer."""
         return self.trained.block(self.c.layers - j)
 
-    def both(self) -> list[Moment]:
+    def both(self, level: bool) -> list[Moment]:
         """A layer's backward beside the forward of another micro-batch, which is as far. Sub-batches are up to one
-        layer apart, either way."""
-        s, apart, ups = self.s, int(self.sub_batches > 1), 2 if self.c.gated else 1
+        layer apart, either way: an upper bound, as how far follows from the sizes of all that is sent. `level` takes
+        them to be as far as each other, which is hardly more than they hold."""
+        s, apart, ups = self.s, int(self.sub_batches > 1 and not level), 2 if self.c.gated else 1
         operands = self.narrow * (s.y > 1) + self.scattered(s.z, ups * self.spread) + self.dX
         found = []
         for j in self.chosen():

@@ -329,8 +329,9 @@ class Pipelines:
         return Footprint(**values)
 
     def _saved(self, stage: int, count: int) -> Array:
-        """Bytes saved by `count` forwards of a stage."""
-        return count * self.totals[stage][1].saved
+        """Bytes that `count` forwards of a stage have saved. Retained weights are gathered by each."""
+        kept = added(here * self.costs.kept(variant) for here, variant in self.variants[stage])
+        return count * (self.totals[stage][1].saved + kept)
 
     def _left(self, stage: int, count: int) -> Array:
         """What weight gradients of so many backwards are made of."""
@@ -414,13 +415,17 @@ class Pipelines:
 
 
 def planned(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice) -> Footprint:
-    """The footprint of the first rank of a cuboid or, on a pipe, of the place with the largest peak."""
+    """The footprint of the first rank of a cuboid or, on a pipe, of the place with the largest peak. Where it
+    depends on whose turn it is, this is hardly more than it holds."""
     if cuboid.pipe == 1:
         return memory_planned(hw, work, cuboid, choice)
-    found = pipeline_of(hw, work, cuboid, choice).footprints
+    found = pipeline_of(hw, work, cuboid, choice, level=True).footprints
     return max(found, key=lambda each: int(each.peak[0]))
 
 
-def pipeline_of(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice, overlap: bool = True) -> Pipelines:
+def pipeline_of(
+    hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice, overlap: bool = True, level: bool = False
+) -> Pipelines:
     sizes = Sizes(work.config, [cuboid], hw.node, work.batch, work.seq, hw.group)
-    return Pipelines(StageCosts(prices_of(hw, work, sizes), work, sizes, choice, overlap), choice.schedule)
+    costs = StageCosts(prices_of(hw, work, sizes), work, sizes, choice, overlap, level=level)
+    return Pipelines(costs, choice.schedule)

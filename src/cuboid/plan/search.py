@@ -1,7 +1,7 @@
 """Ranks all cuboids of a cluster, with all choices, by the predicted step."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -58,6 +58,7 @@ class Plan:
     fits: bool
     hardware: Hardware
     places: tuple[PlannedStage, ...] = ()  # of a pipeline; memory is the fullest one's, times are the busiest one's
+    micro_batches: int = 1
 
     @property
     def bubble(self) -> float:
@@ -92,6 +93,7 @@ class Ranking:
     seconds: float = 0.0  # taken by the ranking itself
     corners: dict[str, Plan | None] = field(default_factory=dict)
     pipeline: str = ""  # the only schedule of pipes, if one was asked for
+    tried: tuple[int, ...] = ()  # numbers of micro-batches
 
     def tokens_per_second(self, plan: Plan) -> float:
         return self.work.tokens / plan.seconds
@@ -171,15 +173,27 @@ def rank(hw: Hardware, work: Work, devices: int, only: Cuboid | None = None, pip
 
 
 def rankings(
-    hw: Hardware, work: Work, cells: Sequence[tuple[int, int]], only: Cuboid | None = None, pipeline: str = ""
+    hw: Hardware,
+    work: Work,
+    cells: Sequence[tuple[int, int]],
+    only: Cuboid | None = None,
+    pipeline: str = "",
+    limit: Callable[[Cuboid], float] | None = None,
 ) -> list[Ranking]:
-    """A ranking per (devices, sequences of a micro-batch). All candidates are priced together."""
+    """A ranking per (devices, sequences of a micro-batch). All candidates are priced together. `limit`: seconds that a
+    cuboid's plan has to be below, or it is left out."""
     began = time.perf_counter()
-    found = [Ranking(replace(work, batch=n), hw, devices, [], [], 0, pipeline=pipeline) for devices, n in cells]
+    every_work, tried = [replace(work, batch=n) for _, n in cells], (work.micro_batches,)
+    found = [
+        Ranking(each, hw, devices, [], [], 0, pipeline=pipeline, tried=tried)
+        for each, (devices, _) in zip(every_work, cells, strict=True)
+    ]
     for of_pipes, cell, sizes in _candidates(hw, work, cells, only, pipeline):
         prices = prices_of(hw, work, sizes)
-        for predictions, of in _pipelines(prices, work, sizes, pipeline) if of_pipes else _flat(prices, work, sizes):
-            _add_best_of_each_shape(predictions, cell[of], found)
+        below = np.array([limit(cuboid) if limit else np.inf for cuboid in sizes.cuboids])
+        some = _pipelines(prices, work, sizes, pipeline, below) if of_pipes else _flat(prices, work, sizes, below)
+        for predictions, of in some:
+            _add_best_of_each_shape(predictions, cell[of], found, with_too_large=limit is None)
     for ranking in found:
         ranking.plans.sort(key=lambda plan: plan.seconds)
         ranking.too_large.sort(key=lambda plan: plan.peak)
@@ -234,11 +248,14 @@ def at_rest(work: Work) -> int:
 Some = tuple[Sequence["Predictions | PipelinePredictions"], Array]
 
 
-def _flat(prices: Prices, work: Work, sizes: Sizes) -> Iterator[Some]:
-    yield [Predictions(prices, work, sizes, choice) for choice in choices()], np.arange(len(sizes.cuboids))
+def _flat(prices: Prices, work: Work, sizes: Sizes, below: Array) -> Iterator[Some]:
+    found = [Predictions(prices, work, sizes, choice) for choice in choices()]
+    for each in found:
+        each.valid &= each.seconds < below
+    yield found, np.arange(len(sizes.cuboids))
 
 
-def _pipelines(prices: Prices, work: Work, sizes: Sizes, pipeline: str) -> Iterator[Some]:
+def _pipelines(prices: Prices, work: Work, sizes: Sizes, pipeline: str, below: Array) -> Iterator[Some]:
     """Predictions for pipelines. Retained weights are not searched: every micro-batch alive would have its own copy. If
     a shape does not fit, its blocks are also split by memory."""
     chosen = [choice for choice in choices() if choice.policy.weights == "regather"]
@@ -249,14 +266,16 @@ def _pipelines(prices: Prices, work: Work, sizes: Sizes, pipeline: str) -> Itera
         costs = [each.at(of, some) for each in every]
         both = list(product(costs, pipeline_schedules(work, pipe, pipeline)))
         found = [PipelinePredictions(each, schedule, costs[0], "time") for each, schedule in both]
-        fit = np.zeros(len(of), dtype=bool)
         for each in found:
-            if not fit.all():
+            each.valid &= each.seconds < below[of]
+        fit = ~np.logical_or.reduce([each.valid for each in found])  # or is too slow
+        for each in found:
+            if (each.valid & ~fit).any():
                 fit |= each.valid & (each.peak <= prices.hw.memory)
         if not fit.all():
             lean = [PipelinePredictions(each, schedule, costs[0], "memory") for each, schedule in both]
             for each in lean:
-                each.valid &= ~fit
+                each.valid &= ~fit & (each.seconds < below[of])
             found += lean
         yield found, of
 
@@ -310,7 +329,8 @@ class Predictions:
         by_kind = bytes_by_kind(self.memory, i)
         fits = sum(by_kind.values()) <= self.hw.memory
         seconds, parts = float(self.seconds[i]), _parts(self.totals, i)
-        return Plan(self.sizes.cuboids[i], self.choice, seconds, by_kind, **parts, fits=fits, hardware=self.hw)
+        of = self.sizes.cuboids[i], self.choice, seconds, by_kind
+        return Plan(*of, **parts, fits=fits, hardware=self.hw, micro_batches=self._work.micro_batches)
 
 
 def bytes_by_kind(footprint: Footprint, i: int) -> dict[str, int]:
@@ -360,7 +380,8 @@ def pipeline_plan(found: Pipelines, i: int) -> Plan:
     choice = replace(found.choice, schedule=replace(found.schedule, split=found.split(i)))
     fullest = max(memories, key=lambda each: sum(each.values()))
     fits, cuboid = sum(fullest.values()) <= found.hw.memory, found.sizes.cuboids[i]
-    return Plan(cuboid, choice, seconds, fullest, **parts, fits=fits, hardware=found.hw, places=tuple(places))
+    parts |= {"places": tuple(places), "micro_batches": found.m}
+    return Plan(cuboid, choice, seconds, fullest, **parts, fits=fits, hardware=found.hw)
 
 
 def timeline(work: Work, plan: Plan) -> list[dict[str, Any]]:
@@ -377,7 +398,10 @@ def timeline(work: Work, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _add_best_of_each_shape(
-    predictions: "Sequence[Predictions | PipelinePredictions]", cell: Array, rankings: Sequence[Ranking]
+    predictions: "Sequence[Predictions | PipelinePredictions]",
+    cell: Array,
+    rankings: Sequence[Ranking],
+    with_too_large: bool,
 ) -> None:
     """The fastest order and choice of every shape that fits, the smallest of every other one. `cell` numbers each
     candidate's ranking."""
@@ -397,13 +421,15 @@ def _add_best_of_each_shape(
             seconds[choice, predictions[choice].peak > predictions[choice].hw.memory] = np.inf
             known.add(choice)
         fits, ranking = bool(np.isfinite(seconds[choice, of[i]])), rankings[cell[of[0]]]
+        ranking.considered += int(valid[:, of].sum())
+        if not (fits or with_too_large):
+            continue
         if not fits:
             possible = [j for j in range(len(valid)) if valid[j, of].any()]
             peak = np.stack([np.where(valid[j, of], predictions[j].peak[of], np.inf) for j in possible])
             j, i = (int(each) for each in np.unravel_index(peak.argmin(), peak.shape))
             choice = possible[j]
         (ranking.plans if fits else ranking.too_large).append(predictions[choice].plan(int(of[i])))
-        ranking.considered += int(valid[:, of].sum())
 
 
 def predict(hw: Hardware, work: Work, cuboid: Cuboid, choice: Choice, overlap: bool = True) -> Plan:

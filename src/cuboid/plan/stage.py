@@ -13,6 +13,7 @@ import numpy as np
 from cuboid.model.freeze import Trained, block_names
 from cuboid.plan.layer import Choice, Work
 from cuboid.plan.memory import Footprint, memory
+from cuboid.plan.operands import Operands
 from cuboid.plan.sizes import Segment, Sizes
 from cuboid.plan.step import STEADY, StageTotals, prices_of, stage_totals
 from cuboid.plan.tape import Totals
@@ -63,8 +64,10 @@ class StageCosts:
         choice: Choice,
         overlap: bool = True,
         of: Mapping[Segment, StageTotals] | None = None,
+        level: bool = False,
     ) -> None:
         self.prices, self.work, self.sizes, self.choice, self.overlap = prices, work, sizes, choice, overlap
+        self.level = level  # see `_Moments.both`
         self._memory: dict[tuple[LoneStage, bool, bool, bool, int], Footprint] = {}
         self._frozen: dict[tuple[LoneStage, bool], tuple[Totals, Totals]] = {}
         self.of = of or {
@@ -76,7 +79,7 @@ class StageCosts:
         """The costs of the candidates `which`, with their sizes."""
         prices = prices_of(self.prices.hw, self.work, sizes)
         of = {segment: totals.at(which) for segment, totals in self.of.items()}
-        return StageCosts(prices, self.work, sizes, self.choice, self.overlap, of)
+        return StageCosts(prices, self.work, sizes, self.choice, self.overlap, of, self.level)
 
     @cached_property
     def tails(self) -> dict[Segment, Totals]:
@@ -113,8 +116,17 @@ class StageCosts:
             count = 1 + before + beside
             work = replace(stage_work(self.work, stage.blocks, stage.freeze), micro_batches=count)
             saved = self.totals(stage)[1].saved
-            self._memory[key] = memory(self.prices.hw, work, self.sizes, choice, saved, stage.segment, left)
+            of = self.prices.hw, work, self.sizes, choice, saved, stage.segment
+            self._memory[key] = memory(*of, left, self.level)
         return self._memory[key]
+
+    def kept(self, stage: LoneStage) -> Array:
+        """Bytes of unsharded weights that a forward of a stage keeps for its backward."""
+        if self.choice.policy.weights == "regather":
+            return np.zeros_like(self.sizes.x)
+        work, nothing = stage_work(self.work, stage.blocks, stage.freeze), np.zeros_like(self.sizes.x)
+        held = Operands(self.prices.hw, work, self.sizes, self.choice, nothing, stage.segment)
+        return held.kept * held.backward
 
     def block(self, segment: Segment) -> Array:
         """Seconds that a block adds to a stage."""
