@@ -59,7 +59,7 @@ def plan(
         option("Tokens per sequence.", WORK, 1, otherwise=f"{OURS}, else the model's context, at most 4096"),
     ] = None,
     micro_batches: Annotated[
-        int | None, option("Micro-batches per step.", WORK, 1, otherwise=f"{OURS}, else 1")
+        int | None, option("Micro-batches per step.", WORK, 1, otherwise=f"{OURS}, else the fastest number")
     ] = None,
     dtype: Annotated[
         str,
@@ -149,6 +149,7 @@ def plan(
         seq, micro_batches = run.data.seq, micro_batches or run.data.micro_batches
         dtype, freeze = dtype or run.computed_in("").precision.dtype, freeze or run.model.freeze
         pipeline = pipeline or own_pipeline(run, model)
+    search_batches = micro_batches is None
     ranks, batch, micro_batches = ranks or 8, batch or 64, micro_batches or 1
     dtype = known(dtype or hw.usual, COMPUTED)
     base = planned_model(run) if run is not None else load_model(model) if model else None
@@ -157,6 +158,7 @@ def plan(
         raise ValueError(f"--batch {batch} cannot be split into --micro-batches {micro_batches}; use a divisor of it")
     length, only = seq or min(config.context, 4096), parse(explain, ranks) if explain else None
     check_pipeline(pipeline, only)
+    from cuboid.plan.batches import rank_batches
     from cuboid.plan.explain import nothing_fits
     from cuboid.plan.layer import Work
     from cuboid.plan.plot import draw
@@ -165,7 +167,8 @@ def plan(
     work = Work(config, batch // micro_batches, length, dtype, micro_batches, freeze)
     if plot is not None:
         make_folder(plot)
-    ranking = rank(hw, work, ranks, only, pipeline)
+    ranking = (rank_batches if search_batches else rank)(hw, work, ranks, only, pipeline)
+    work = ranking.work
     if not ranking.plans:
         raise ValueError(nothing_fits(ranking, only))
     counted = None
@@ -360,6 +363,7 @@ def _table(ranking: Ranking, plans: Sequence[tuple[str, Plan]], title: str) -> T
         )
         cells = [name] if named else []
         choice = described(plan.choice) + (f", {plan.choice.schedule.pipeline}" if plan.places else "")
+        choice += f", {plan.micro_batches} micro-batches" * (plan.micro_batches > 1)
         cells += [str(plan.cuboid), inner(plan.cuboid), choice, f"{plan.seconds:.4g} s"]
         cells += [quantity(ranking.tokens_per_second(plan)), f"{ranking.mfu(plan):.1%}", waits or "–"]
         table.add_row(*cells, gigabytes(plan.peak), held)
@@ -440,6 +444,7 @@ def export(
             "recompute": plan.choice.recompute,
             "activations": plan.choice.policy.activations,
             "weights": plan.choice.policy.weights,
+            "micro_batches": plan.micro_batches,
             "sub_batches": plan.choice.schedule.sub_batches,
             "pipeline": plan.choice.schedule.pipeline if plan.places else None,
             "stages": plan.choice.schedule.stages,
