@@ -12,6 +12,7 @@ from cuboid import (
     At,
     Cuboid,
     CuboidParallel,
+    Embedding,
     LayerModule,
     Linear,
     Mesh,
@@ -22,7 +23,6 @@ from cuboid import (
     Pool,
     Serial,
     Stage,
-    Table,
     World,
     chain,
     fork,
@@ -46,7 +46,7 @@ class Words(Model):
 
     def __init__(self, parallel: Parallel, layer: Callable[[Parallel], LayerModule]) -> None:
         super().__init__(parallel)
-        self.embed, self.mine = Table(parallel, CONFIG.vocab, CONFIG.hidden, 0.5), layer(parallel)
+        self.embed, self.mine = Embedding(parallel, CONFIG.vocab, CONFIG.hidden, 0.5), layer(parallel)
         self.finish(1, torch.float64)
 
     def stages(self) -> Sequence[Stage]:
@@ -151,7 +151,7 @@ class Both(Model):
 
     def __init__(self, parallel: Parallel) -> None:
         super().__init__(parallel)
-        self.embed = Table(parallel, CONFIG.vocab, CONFIG.hidden, 0.5)
+        self.embed = Embedding(parallel, CONFIG.vocab, CONFIG.hidden, 0.5)
         self.finish(1, torch.float64)
 
     def stages(self) -> Sequence[Stage]:
