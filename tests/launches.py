@@ -102,6 +102,7 @@ def launches(case: Case, rank: int) -> list[Launch]:
     recorder = Recorder(rank)
     parallel = CuboidParallel(case.config, Mesh(case.cuboid, rank, watch=recorder), case.policy, schedule=case.schedule)
     model, place = Transformer(parallel, None, recompute=case.recompute), parallel.place(case.batch, case.seq)
+    model.freeze(case.freeze)
     ids = torch.zeros(len(place.positions), len(place.samples), dtype=torch.long)
     with noting_empty_buckets(recorder.launches):
         if case.order or case.micro_batches > 1 or case.cuboid.pipe > 1:

@@ -282,6 +282,10 @@ MISTAKES: dict[str, tuple[Layers, Sequence[str]]] = {
         lambda m: [embed(m), mix(fork(m.norm, into(m, m.mlp.up)), local(lambda a, b: a), m.norm), head(m)],
         ["but Local before it gives 'residual and inner'", "local(fn, gives='residual')"],
     ),
+    "a recomputed head": (
+        lambda m: [embed(m), Stage("head", recomputed(m.norm, m.embed.head_loss()), [m.norm, m.embed])],
+        ["recomputed(…) got a head, which computes its gradients in forward", "leave it out of recomputed"],
+    ),
     "dropout of inner features": (
         lambda m: [embed(m), mix(into(m, m.mlp.up), m.parallel.dropout("it"), out_of(m, m.mlp.down)), head(m)],
         ["takes the layout 'residual', but "],

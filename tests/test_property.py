@@ -1,6 +1,7 @@
 """Any small cuboid, any sizes, any schedule and options: the step is the step on one device, and all ranks launch the
 same collectives in the same order."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,7 @@ from cuboid.layers.loss import Loss
 from cuboid.mesh.cuboid import AXES, Cuboid, factorisations
 from cuboid.model.config import ModelConfig, RopeScaling
 from cuboid.model.cuboid import Policy
+from cuboid.model.freeze import parameter_names
 from cuboid.run.launch import Pool
 from cuboid.step.schedule import PIPELINES, Schedule
 
@@ -64,6 +66,19 @@ def orders(draw: st.DrawFn, micro_batches: int) -> str:
     return " ".join(moves)
 
 
+#: Single parameters, one of those that are multiplied together, whole stages.
+FROZEN = (r"\.q\.", "mlp.up.weight", "bias", "norm", "embed", r"blocks\.0", r"embed|blocks\.0", "blocks", "head")
+
+
+@st.composite
+def frozen(draw: st.DrawFn, config: ModelConfig) -> str:
+    """A pattern that leaves some parameters trained; often none."""
+    names = parameter_names(config)
+    found = {each: sum(re.search(each, name) is not None for name in names) for each in FROZEN}
+    fit = [each for each, count in found.items() if 0 < count < len(names)]
+    return draw(st.one_of(st.just(""), st.sampled_from(fit)))
+
+
 @st.composite
 def cases(draw: st.DrawFn, most: int) -> Case:
     """Of at most so many ranks."""
@@ -74,8 +89,9 @@ def cases(draw: st.DrawFn, most: int) -> Case:
     elif cuboid.pipe == 1:
         pipeline = "1f1b"
     keep = st.sampled_from(("regather", "retain"))
+    config = draw(configs(cuboid, seq, cuboid.pipe * stages))
     return Case(
-        draw(configs(cuboid, seq, cuboid.pipe * stages)),
+        config,
         cuboid,
         batch=cuboid.replicas * draw(st.integers(1, 6)),
         seq=seq,
@@ -94,6 +110,7 @@ def cases(draw: st.DrawFn, most: int) -> Case:
         ),
         micro_batches=micro_batches,
         order=draw(st.one_of(st.just(""), orders(micro_batches))) if cuboid.pipe == 1 else "",
+        freeze=draw(frozen(config)),
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counts import count
+from launches import launches
 from sharded import EXACT, Case, compare
 from silent import ends, silently
 from torch import Tensor
@@ -31,6 +32,7 @@ from cuboid.plan.measure import Memory
 from cuboid.run.launch import Pool, World
 from cuboid.step.runner import At
 from cuboid.step.schedule import MOST_AHEAD, OFF, PREFETCH, Clock, Schedule, Task, interleave, parse
+from cuboid.step.weights import MOST_IN_FLIGHT
 
 Pools = Callable[[int], Pool]
 SUB_BATCHES, CHUNKS = Schedule(sub_batches=4), Schedule(chunks=2)
@@ -262,6 +264,23 @@ def test_schedule_beside_interleaves_forward_with_backward(pool: Pools) -> None:
     assert joint != apart
     first = [each[1:] for each in turns if each[0] == "B0"]
     assert joint[: len(first)] != first  # nor one after the other the other way round
+
+
+def launched_with_replicas(world: World) -> list[list[tuple[str, str]]]:
+    """Axis and kind of all gradients' collectives, with every recomputation."""
+    config = ModelConfig("llama", layers=3, hidden=8, heads=2, vocab=9, context=4)
+    case = Case(config, Cuboid(2, 1, 1, replicas=2), batch=4, seq=4)
+    every = [launches(replace(case, recompute=each), 0) for each in ("none", "selective", "full")]
+    return [[(axis, kind) for axis, kind, _, _, shape in each if shape != (2,)] for each in every]  # not the losses
+
+
+def test_schedule_sums_over_replicas_behind_the_last_use_of_each_stage() -> None:
+    ((*found,),) = silently([0], 1, launched_with_replicas)
+    for launched in found:
+        last = len(launched) - 1 - launched[::-1].index(("x", "reduce_scatter"))
+        early, late = (each.count(("replicas", "all_reduce")) for each in (launched[:last], launched[last:]))
+        assert early + late == 6  # embedding, blocks, norm, head
+        assert late <= 1 + MOST_IN_FLIGHT  # the embedding's, and of those whose sums over x are in flight
 
 
 def test_schedule_without_overlap_waits_at_each_launch(pool: Pools) -> None:

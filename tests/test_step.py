@@ -16,7 +16,7 @@ from cuboid.model.cuboid import CuboidParallel, Policy
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.run.launch import Pool, World
 from cuboid.step.runner import At
-from cuboid.step.schedule import PREFETCH, Schedule, parse
+from cuboid.step.schedule import PREFETCH, Move, Order, Schedule, parse
 
 Pools = Callable[[int], Pool]
 MIXED = [Cuboid(2, 2, 1), Cuboid(1, 2, 2), Cuboid(2, 1, 2), Cuboid(1, 2, 1, replicas=2)]
@@ -151,6 +151,21 @@ def test_model_play_gives_same_gradients_in_any_order(shape: Cuboid, setting: Se
 def test_parse_rejects_bad_order(order: str, says: str) -> None:
     with pytest.raises(ValueError, match="order") as error:
         parse(order)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        ([[Move("F", 0)], [Move("F", 1)], [Move("B", 0)]], "order 'F0 F1 B0' lacks B1"),
+        ([[Move("B", 0)], [Move("F", 0)], [Move("F", 1), Move("B", 1)]], "B0 cannot run there"),
+        ([[Move("F", 0, 1), Move("F", 1)], [Move("B", 0, 1), Move("B", 1)]], "B0 cannot run there"),
+    ],
+)
+def test_model_play_rejects_bad_order_given_as_data(order: Order, says: str) -> None:
+    model = model_on(Serial(GPT2))
+    with pytest.raises(ValueError, match="order") as error:
+        model.play(batches_on(model.parallel), order)
     assert says in str(error.value)
 
 

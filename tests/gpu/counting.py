@@ -63,6 +63,7 @@ class Count(TorchDispatchMode):
             self.calls[name] += not self.together
         elif space == "aten" and name not in FREE and not self.paused:
             self.waits[name] += name in WAITS
+            assert not rounds(name, args), f"{name} of {args[0].dtype} rounds a factor of {args[1].dtype}"
             self.see(name, moved((args, kwargs, out)))
         return out
 
@@ -80,6 +81,14 @@ class Count(TorchDispatchMode):
             self.paused = before
         if not before:
             self.see(name, moved((args, found)), kernels)
+
+
+def rounds(name: str, args: Any) -> bool:
+    """Whether a GPU casts a number on the device to a lower precision, that of the tensor it multiplies."""
+    if name.rstrip("_") not in ("mul", "div") or not all(isinstance(x, Tensor) and x.is_cuda for x in args[:2]):
+        return False
+    tensor, number = args[:2]
+    return tensor.dim() > 0 == number.dim() and tensor.dtype.itemsize < 4 < 2 * number.dtype.itemsize
 
 
 def moved(values: Any) -> int:

@@ -15,4 +15,5 @@ KERNELS = {
     "merge": 1,
     "gradient": 3,
     "add_up": 1,
+    "scaled": 1,
 }

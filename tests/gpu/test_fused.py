@@ -18,6 +18,7 @@ from cuboid.layers.attention import rotate
 from cuboid.layers.loss import Loss
 from cuboid.layers.norm import fused_gradient, merged_scaled, statistics, sums_alone
 from cuboid.layers.randomness import dropout
+from cuboid.step.op import scaled
 
 S, B, D, V = 64, 2, 128, 512
 ROWS = torch.arange(S), torch.arange(B), torch.arange(D)
@@ -43,6 +44,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     Loss().parts: (fp32(S, V), torch.arange(S), 0),
     Loss().merge: (fp32(2, 4, S), torch.arange(S), V),
     Loss().gradient: (fp32(S, V), torch.arange(S), 0, fp32(S), V, torch.bfloat16),
+    scaled: (bf16(S, B, D), torch.tensor(1 / 3, dtype=torch.float64)),
     add_up: (fp32(S * D), *(bf16(S * D) for _ in range(8))),
 }
 

@@ -22,7 +22,7 @@ from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import residual_dropout
 from cuboid.model.parallel import Role
 from cuboid.model.rotary import rotation
-from cuboid.step.op import Ahead, Back, Layer, Local, recomputed, vjp
+from cuboid.step.op import Ahead, Back, Layer, Local, recomputed, scaled, vjp
 from cuboid.step.schedule import OFF, Schedule
 from cuboid.step.weights import Gathered
 
@@ -143,6 +143,7 @@ class OnTheSpot:
     losses: Callable[[Tensor, Tensor, Tensor, Loss], Tensor]
     takes: str = "residual"
     gives: str = "loss"
+    early = True  # gradients are computed in forward
 
     def __call__(self, X: Tensor, w: Gathered, at: Any) -> Steps:
         loss, W = at.loss or Loss(), w[self.weight]
@@ -155,7 +156,7 @@ class OnTheSpot:
         w.add(self.weight, dW)
 
         def run(scale: Tensor, w: Gathered, before: Ahead) -> Steps:
-            return (dX * scale).to(dX.dtype)
+            return scaled(dX, scale)
             yield
 
         return torch.stack((total, count)), Back(run)

@@ -34,7 +34,7 @@ from cuboid.layers.loss import Loss
 from cuboid.layers.product import Affine, mm
 from cuboid.mesh.layout import Range, shard_range
 from cuboid.mesh.mesh import Mesh
-from cuboid.step.op import Ahead, Back
+from cuboid.step.op import Ahead, Back, scaled
 from cuboid.step.weights import Gathered, joined
 
 Flights = Sequence[Flight]
@@ -255,6 +255,7 @@ class SummaLoss(SummaLogits):
     forward, those of the sum of losses, so that the logits are never saved. Saved: the shards of dX and dT."""
 
     gives: str = "loss"
+    early = True  # gradients are computed in forward
 
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
         z, X, T, targets, loss = self.mesh.z, X_s.flatten(0, 1), w[self.weight], at.targets.flatten(), at.loss or Loss()
@@ -272,6 +273,5 @@ class SummaLoss(SummaLogits):
         yield
 
     def _scaled(self, saved: list[Tensor], scale: Tensor, w: Gathered, before: Ahead) -> Steps:
-        dX = saved.pop()
-        return (dX * scale).to(dX.dtype)
+        return scaled(saved.pop(), scale)
         yield

@@ -22,7 +22,7 @@ from cuboid.layers.loss import Loss
 from cuboid.layers.product import mm
 from cuboid.mesh.layout import ceil_div, shard_range
 from cuboid.mesh.mesh import Mesh
-from cuboid.step.op import Ahead, Back
+from cuboid.step.op import Ahead, Back, scaled
 from cuboid.step.weights import Gathered
 
 
@@ -39,6 +39,7 @@ class HeadLoss:
     fuse: Fuse = plain
 
     takes, gives = "residual", "loss"
+    early = True  # gradients are computed in forward
     spares_dX = True  # if the head is a stage by itself and the lowest that is trained
 
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
@@ -66,7 +67,7 @@ class HeadLoss:
         def run(scale: Tensor, w: Gathered, before: Ahead) -> Steps:
             before()
             dX = saved.pop()
-            return None if dX is None else (dX * scale).to(dX.dtype)
+            return None if dX is None else self.fuse(scaled)(dX, scale)
             yield
 
         return sums, Back(run) if at.train else None

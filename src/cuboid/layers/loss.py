@@ -18,7 +18,7 @@ from torch import Tensor
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_reduce
 from cuboid.comm.flight import Steps
-from cuboid.step.op import Ahead, Back, vjp
+from cuboid.step.op import Ahead, Back, scaled, vjp
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,21 @@ class OwnLoss:
     takes, gives = "residual", "loss"
 
     def __call__(self, X: Tensor, w: Any, at: Any) -> Steps:
-        counted: list[Tensor] = []
+        counted, wide = list[Tensor](), torch.promote_types(X.dtype, torch.float32)
 
         def total(X: Tensor) -> Tensor:
             losses, count = self.fn(X, at.targets)
-            counted.append(torch.as_tensor(count, dtype=losses.dtype, device=X.device))
+            counted.append(torch.as_tensor(count, dtype=wide, device=X.device))
             return losses
 
         losses, back = vjp(total, X) if at.train else (total(X), None)
-        sums = torch.stack((losses, counted[0])).to(torch.promote_types(X.dtype, torch.float32))
+        sums = torch.stack((losses.to(wide), counted[0]))
         for axis in self.axes:
             sums = all_reduce(sums, axis).wait()
 
         def run(scale: Tensor, w: Any, before: Ahead) -> Steps:
             assert back is not None
-            return back(scale.to(losses.dtype))[0]
+            return scaled(back(torch.ones_like(losses))[0], scale)
             yield
 
         return sums, Back(run) if at.train else None

@@ -26,7 +26,7 @@ from cuboid.step.pipeline import Split, orders
 from cuboid.step.play import Player
 from cuboid.step.post import border
 from cuboid.step.runner import At, Runner, Stage
-from cuboid.step.schedule import PIPELINES, Order, parse
+from cuboid.step.schedule import PIPELINES, Order, check_order, parse
 from cuboid.step.weights import Bucket, Gathered
 
 
@@ -452,6 +452,8 @@ class Model(nn.Module):
             )
         if isinstance(order, str):
             order = parse(order)
+        elif order is not None:
+            check_order(order)
         for inputs, at in batches:
             self._check_call(inputs, at.targets, at.place)
         batches = [(inputs, replace(at, seed=self._dropout(at.seed))) for inputs, at in batches]

@@ -16,6 +16,7 @@ layout of its branches; if they differ, the `local` layer that joins them names 
 so that `copy.deepcopy` of a model copies them with their parameters.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -52,17 +53,21 @@ def nothing() -> tuple[float, str]:
     return 0.0, ""
 
 
-def parameters_of(layer: Any) -> Iterator[nn.Parameter]:
-    """The parameters in the attributes of a layer, and of the layers that it is made of."""
-    if isinstance(layer, nn.Parameter):
-        yield layer
-    elif isinstance(layer, nn.Module):
-        yield from parameters_of(getattr(layer, "layer", None))
+def parts_of(layer: Any) -> Iterator[Any]:
+    """A layer, what is in its attributes, and the parts of the layers that it is made of."""
+    yield layer
+    if isinstance(layer, nn.Module):
+        yield from parts_of(getattr(layer, "layer", None))
     elif isinstance(layer, list | tuple):
         for each in layer:
-            yield from parameters_of(each)
+            yield from parts_of(each)
     elif hasattr(layer, "takes"):
-        yield from parameters_of([*vars(layer).values()])
+        yield from parts_of([*vars(layer).values()])
+
+
+def parameters_of(layer: Any) -> Iterator[nn.Parameter]:
+    """The parameters in the attributes of a layer, and of the layers that it is made of."""
+    return (part for part in parts_of(layer) if isinstance(part, nn.Parameter))
 
 
 # Local mathematics, which autograd differentiates
@@ -91,14 +96,34 @@ def vjp(fn: Callable[..., Any], *xs: Tensor) -> tuple[Any, Callable[[Any], tuple
         entered = _Enter.apply(torch.empty(0, requires_grad=True), *xs)
         Y = fn(*entered)
     several = isinstance(Y, tuple)
-    ins, outs = [get_gradient_edge(x) for x in entered], [get_gradient_edge(y) for y in (Y if several else (Y,))]
+    ins, outs = _edges(entered), _edges(Y if several else (Y,))
     zeros = [partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in xs]
 
     def back(dY: Any) -> tuple[Tensor, ...]:
-        found = torch.autograd.grad(outs, ins, dY if several else (dY,), allow_unused=True)
-        return tuple(zero() if dX is None else dX for zero, dX in zip(zeros, found, strict=True))
+        dYs = [each for i, each in enumerate(dY if several else (dY,)) if i in outs]
+        gradients = torch.autograd.grad([*outs.values()], [*ins.values()], dYs, allow_unused=True) if outs else ()
+        found = dict(zip(ins, gradients, strict=False))
+        return tuple(zero() if (dX := found.get(i)) is None else dX for i, zero in enumerate(zeros))
 
     return tuple(y.detach() for y in Y) if several else Y.detach(), back
+
+
+def _edges(xs: Sequence[Tensor]) -> dict[int, Any]:
+    """By number, the gradient edges of those that have a gradient: indices and masks have none."""
+    return {i: get_gradient_edge(x) for i, x in enumerate(xs) if x.requires_grad}
+
+
+def scaled(X: Tensor, factor: Tensor) -> Tensor:
+    """X times a number on the device. On a GPU the number would be rounded to a dtype of X below fp32."""
+    return (X.to(torch.promote_types(X.dtype, torch.float32)) * factor).to(X.dtype)
+
+
+def _unshared(gradients: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Each in memory of its own: of a sum, autograd gives all terms one tensor, and of a number an expanded one."""
+    holders = Counter(each.untyped_storage()._cdata for each in (*gradients, *others))
+    for each in gradients:
+        alone = holders[each.untyped_storage()._cdata] == 1 and 0 not in each.stride()
+        yield each if alone else each.clone(memory_format=torch.contiguous_format)
 
 
 class Local:
@@ -133,7 +158,8 @@ class Local:
 
         def run(dY: Any, w: Any, before: Ahead) -> Steps:
             found = back(dY)
-            for parameter, gradient in zip(trained, found[count:], strict=True):
+            others = *found[:count], *(dY if isinstance(dY, tuple) else (dY,))
+            for parameter, gradient in zip(trained, _unshared(found[count:], others), strict=True):
                 w.add(parameter, gradient)
             return found[:count] if several else found[0]
             yield
@@ -344,6 +370,11 @@ class Recomputed:
     def __init__(self, *layers: Layer) -> None:
         inner = self.inner = chain(*layers)
         self.takes, self.gives = inner.takes, inner.gives
+        if any(getattr(part, "early", False) for part in parts_of(inner)):
+            raise ValueError(
+                "recomputed(…) got a head, which computes its gradients in forward and saves no logits; leave it out "
+                "of recomputed"
+            )
 
     def __call__(self, X: Any, w: Any, at: Any) -> Steps:
         Y, _ = yield from self.inner(X, w, at.without_backward())
@@ -412,6 +443,6 @@ def recomputed(*layers: Layer) -> Layer:
         layers: Each takes the layout that the one before it gives.
 
     Raises:
-        ValueError: If one does not.
+        ValueError: If one does not, or is a head that gives the loss.
     """
     return Recomputed(*layers)

@@ -27,7 +27,7 @@ from cuboid.comm.collectives import all_reduce
 from cuboid.comm.flight import Message, Pause, Steps
 from cuboid.mesh.layout import sharded_as
 from cuboid.mesh.place import Place
-from cuboid.step.op import Back, Layer, nothing
+from cuboid.step.op import Back, Layer, nothing, scaled
 from cuboid.step.schedule import Clock, Schedule, Task, interleave
 from cuboid.step.weights import MOST_IN_FLIGHT, Bucket, Gathered, Landing, Sums, Tensors
 
@@ -51,7 +51,8 @@ class Stage:
     @property
     def needs(self) -> Sequence[Any]:
         """The modules whose weights this stage gathers."""
-        return self.modules or ((self.layer,) if isinstance(self.layer, nn.Module) else ())
+        named = self.modules or ((self.layer,) if isinstance(self.layer, nn.Module) else ())
+        return [module for module in named if next(module.parameters(), None) is not None]
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class Runner:
             total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
             for axis in self.sums_over:
                 total = all_reduce(total, axis).wait()
-            passed.count = total[1].clamp(min=1)
+            passed.count = total[1].where(total[1] > 0, 1)
             passed.early = [(partial(dict, land()), shrunk) for land, shrunk in passed.early]
             return total[0] / passed.count, passed
 
@@ -256,7 +257,7 @@ class Runner:
             assert passed.count is not None
             scale = dY / passed.count
             for land, shrunk in passed.early:
-                sums.put({p: gradient * (scale / shrunk) for p, gradient in land().items()})
+                sums.put({p: scaled(gradient, scale / shrunk) for p, gradient in land().items()})
             passed.early.clear()
             dY = [scale] * count
         needed = [each if i >= passed.lowest else [] for i, each in enumerate(self._needed)]

@@ -101,31 +101,41 @@ class Move(NamedTuple):
         return f"{self.kind}{self.batch}"
 
 
+KINDS = "FBW"
 Order = Sequence[Sequence[Move]]  # moves of one element run beside each other
 
 
 def parse(text: str) -> Order:
-    """An order as a person writes it, of micro-batches 0, 1, …. Raises where one is run backward before it is run
-    forward, twice, or not at all."""
-    order: list[list[Move]] = []
-    done: set[Move] = set()
-    for moves in text.split():
-        order.append([])
-        for each in moves.split("+"):
-            move = Move(each[:1], int(each[1:]) if each[1:].isdecimal() else -1)
+    """An order as a person writes it, of micro-batches 0, 1, …"""
+    words = [moves.split("+") for moves in text.split()]
+    for each in (each for moves in words for each in moves):
+        if each[:1] not in KINDS or not each[1:].isdecimal():
+            raise _misplaced(text, each)
+    order = [[Move(each[0], int(each[1:])) for each in moves] for moves in words]
+    check_order(order)
+    return order
+
+
+def check_order(order: Order) -> None:
+    """Raise ValueError where a micro-batch is run backward before it is run forward, twice, or not at all."""
+    text, done = " ".join("+".join(map(str, moves)) for moves in order), set[Move]()
+    for moves in order:
+        for i, move in enumerate(moves):
             needed = {"F": move, "B": Move("F", move.batch), "W": Move("B", move.batch)}.get(move.kind)
-            if move.batch < 0 or needed not in done | {move} or move in done.union(order[-1]):
-                raise ValueError(
-                    f"order {text!r}: {each} cannot run there; each micro-batch has one F, then one B and, in an order "
-                    "with weight gradients, one W, such as 'F0 F1+B0 W0 B1 W1'"
-                )
-            order[-1].append(move)
-        done.update(order[-1])
-    count, kinds = len({move.batch for move in done}), "FBW" if any(move.kind == "W" for move in done) else "FB"
+            if needed not in done | {move} or move in done.union(moves[:i]):
+                raise _misplaced(text, str(move))
+        done.update(moves)
+    count, kinds = len({move.batch for move in done}), KINDS if any(move.kind == "W" for move in done) else "FB"
     missing = [f"{kind}{i}" for i in range(max(count, 1)) for kind in kinds if Move(kind, i) not in done]
     if missing:
         raise ValueError(f"order {text!r} lacks {', '.join(missing)}; every micro-batch needs one of each of {kinds}")
-    return order
+
+
+def _misplaced(text: str, each: str) -> ValueError:
+    return ValueError(
+        f"order {text!r}: {each} cannot run there; each micro-batch has one F, then one B and, in an order with weight "
+        "gradients, one W, such as 'F0 F1+B0 W0 B1 W1'"
+    )
 
 
 # Turns

@@ -28,6 +28,7 @@ from cuboid.mesh.mesh import Mesh
 
 Tensors = dict[nn.Parameter, Tensor]  # weights or gradients of some parameters
 Landing = Callable[[], Tensors]  # waits for them
+Group = tuple[int, tuple[nn.Parameter, ...]]  # parameters whose gradients share a buffer, and rows after each
 MOST_IN_FLIGHT = 2  # buckets whose gradients are being reduced at a time
 
 
@@ -197,7 +198,7 @@ class Gathered:
     ) -> None:
         self.buckets, self._weights, self._uses = buckets, weights, uses
         self.deferred, self._postponed = deferred, postponed
-        self._sums: Tensors = {}
+        self._sums: dict[Group, Tensor] = {}
         self._waiting: list[tuple[Callable[[], None], float]] = []
         self.shrunk = 1.0  # factor of gradients computed in forward, so that they fit in fp16
 
@@ -230,23 +231,24 @@ class Gathered:
     def gradient(self, parameters: Sequence[nn.Parameter], wide: bool = False, extra: int = 0) -> tuple[Tensor, bool]:
         """The buffer of the gradients of unsharded weights, concatenated by rows with `extra` rows after each, and
         whether it has values to add to. `wide`: in fp32 or better."""
-        if parameters[0] in self._sums:
-            return joined([self._sums[p] for p in parameters]), True
+        group = extra, tuple(parameters)
+        if group in self._sums:
+            return self._sums[group], True
         shapes, dtype = [self._bucket(p).shapes[p] for p in parameters], self._bucket(parameters[0]).dtype
-        rows = [shape[0] + extra for shape in shapes]
+        rows = sum(shape[0] + extra for shape in shapes)
         if wide or self._uses > 1:
             dtype = torch.promote_types(dtype, torch.float32)
-        joint = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=parameters[0].device)
-        self._sums.update(zip(parameters, joint.split_with_sizes(rows), strict=True))
-        return joint, False
+        self._sums[group] = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=parameters[0].device)
+        return self._sums[group], False
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add to the gradient of one small weight."""
+        """Add to the gradient of one small weight. Keeps `gradient`, which nothing else may have."""
         if parameter.requires_grad:
             if self._uses > 1:
                 gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            before = self._sums.get(parameter)
-            self._sums[parameter] = gradient if before is None else before + gradient
+            group = 0, (parameter,)
+            before = self._sums.get(group)
+            self._sums[group] = gradient if before is None else before + gradient
 
     def make(self, work: Callable[[], None], flops: float) -> Callable[[], float] | None:
         """Compute gradients now; if `deferred`, in the returned function; if `postponed`, in `settle`."""
@@ -270,12 +272,23 @@ class Gathered:
 
     def reduce(self) -> list[tuple[Bucket, Landing]]:
         """Launch the sums over x of all gradients."""
-        found = []
+        gradients, found = self._gradients(), []
         for bucket in self.buckets:
-            made = {p: first_rows(shape[0], self._sums.pop(p)) for p, shape in bucket.shapes.items() if p in self._sums}
+            made = {p: gradients.pop(p) for p in bucket.shapes if p in gradients}
             if made:
                 found.append((bucket, bucket.reduce(made)))
         return found
+
+    def _gradients(self) -> Tensors:
+        """Of each parameter, summed over the groups that it is in. They are released here."""
+        gradients: Tensors = {}
+        for (extra, parameters), joint in self._sums.items():
+            rows = [self._bucket(p).shapes[p][0] for p in parameters]
+            for p, n, part in zip(parameters, rows, joint.split([n + extra for n in rows]), strict=True):
+                gradient = first_rows(n, part)
+                gradients[p] = gradients[p] + gradient if p in gradients else gradient
+        self._sums.clear()
+        return gradients
 
 
 class Sums:
