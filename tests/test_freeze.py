@@ -50,7 +50,7 @@ def steps(world: World, config: TrainConfig, folder: Path, resume: Path | None, 
         "updates": {names[p]: int(_step(each)) for p, each in trainer.optimizer.state.items()},
     }
     trainer.model.parallel.mesh.close()
-    dist.destroy_process_group(writer.group)
+    dist.destroy_process_group(writer._axis.group)
     return found
 
 

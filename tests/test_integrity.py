@@ -51,7 +51,7 @@ def write(world: World, config: TrainConfig, run: Path) -> None:
 def close(trainer: Trainer, *writers: Writer) -> None:
     trainer.model.parallel.mesh.close()
     for writer in writers:
-        dist.destroy_process_group(writer.group)
+        dist.destroy_process_group(writer._axis.group)
 
 
 @pytest.fixture(scope="module")

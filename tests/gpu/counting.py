@@ -64,7 +64,7 @@ class Count(TorchDispatchMode):
         elif space == "aten" and name not in FREE and not self.paused:
             self.waits[name] += name in WAITS
             assert not rounds(name, args), f"{name} of {args[0].dtype} rounds a factor of {args[1].dtype}"
-            self.see(name, moved((args, kwargs, out)))
+            self.see(name, moved((args, kwargs, out)), launches(name, args))
         return out
 
     def see(self, name: str, size: int, kernels: int = 1) -> None:
@@ -89,6 +89,15 @@ def rounds(name: str, args: Any) -> bool:
         return False
     tensor, number = args[:2]
     return tensor.dim() > 0 == number.dim() and tensor.dtype.itemsize < 4 < 2 * number.dtype.itemsize
+
+
+def launches(name: str, args: Any) -> int:
+    """How many kernels it is: a foreach is one only if the tensors that belong together lie alike in memory."""
+    if not name.startswith("_foreach"):
+        return 1
+    lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
+    alike = all(x.stride() == tensors[0].stride() for tensors in zip(*lists, strict=True) for x in tensors)
+    return 1 if alike else len(lists[0])
 
 
 def moved(values: Any) -> int:
