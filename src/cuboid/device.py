@@ -22,7 +22,7 @@ def gpu_count() -> int:
     """The number of GPUs, found without CUDA: a process that has used CUDA forks ranks that cannot. Where the driver's
     library does not tell, as of MIG devices, a child is asked, which may use CUDA."""
     forks = parent_process() is None and torch.cuda._is_compiled() and not torch.cuda.is_initialized()
-    if forks and torch.cuda._device_count_nvml() < 0:
+    if forks and has_gpu_driver() and torch.cuda._device_count_nvml() < 0:
         return int(_in_child(_count))
     return torch.cuda.device_count()
 

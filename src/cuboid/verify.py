@@ -26,7 +26,7 @@ from cuboid.model.nn import evaluating
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Recompute, Transformer
 from cuboid.plan.cost import Cost
-from cuboid.plan.cost.cuboid import step_cost
+from cuboid.plan.cost.cuboid import cost_of_all
 from cuboid.plan.measure import Memory, count_flops
 from cuboid.run.launch import World
 from cuboid.step.pipeline import Split, orders
@@ -91,10 +91,7 @@ class Case:
         at = self.cuboid.coordinates(rank)
         settings = self.policy, self.recompute, *sizes, self.schedule
         of = self.config, self.cuboid, at, self.micro_batch, self.seq, *settings
-        found = step_cost(*of, micro_batches=self.micro_batches, freeze=self.freeze)
-        for _ in range(self.micro_batches - 1):
-            found.add(step_cost(*of, last=False, freeze=self.freeze))
-        return found
+        return cost_of_all(self.micro_batches, *of, freeze=self.freeze)
 
 
 @dataclass
@@ -198,14 +195,16 @@ def measure(case: Case, parallel: Parallel, expected: int | None = None) -> Meas
     (tokens, at), saved = batches[0], None
     with evaluating(model):
         logits = model.logits(tokens, place)
-    with Memory(model) as memory:  # a separate step, because the FLOP counter keeps tensors alive
-        if parallel.mesh.pipe.size > 1:
-            model.play(batches)
-        else:
+    if parallel.mesh.pipe.size == 1:
+        with Memory(model) as memory:  # a separate step, because the FLOP counter keeps tensors alive
             loss = model(tokens, at.targets, place, case.loss, dropout=case.seed)
             saved = saved_bytes(memory, loss, expected)
             loss.backward()
-    model.zero_grad()
+        model.zero_grad()
+    if parallel.mesh.pipe.size > 1 or len(batches) > 1:
+        with Memory(model) as memory:
+            model.play(batches)
+        model.zero_grad()
     with count_flops() as flops:
         model.play(batches)
     model.zero_grad()

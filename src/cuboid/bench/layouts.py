@@ -23,7 +23,7 @@ from cuboid.model.cuboid import CuboidParallel, suitable_schedule
 from cuboid.model.parallel import Parallel
 from cuboid.model.transformer import Transformer
 from cuboid.plan.cost import Cost
-from cuboid.plan.cost.cuboid import step_cost
+from cuboid.plan.cost.cuboid import cost_of_all
 from cuboid.plan.cost.native import native_cost
 from cuboid.plan.cost.one_d import one_d_cost
 from cuboid.plan.cost.two_d import two_d_cost
@@ -117,10 +117,7 @@ class Layout:
             return two_d_cost(p.config, k, at, p.batch, p.seq)
         choice, count = self.chosen(p), self.count(p)
         sizes = p.config, k, at, p.batch // self.micro_batches, p.seq, choice.policy, choice.recompute
-        found = step_cost(*sizes, schedule=choice.schedule, micro_batches=count)
-        for _ in range(count - 1):
-            found.add(step_cost(*sizes, schedule=choice.schedule, last=False))
-        return found
+        return cost_of_all(count, *sizes, schedule=choice.schedule)
 
     def count(self, problem: Problem) -> int:
         """Micro-batches of a step."""

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from cuboid.bench.bare import bare, messages
 from cuboid.bench.layouts import Layout, ModelRunner, begin_with
+from cuboid.bench.plot import rate_of
 from cuboid.bench.problem import Problem
 from cuboid.bench.result import BenchReport, Spread
 from cuboid.bench.turn import Times, slowest, take_step, timed_step, turn
@@ -247,7 +248,7 @@ def overlap(
         found_here = {"problem": problem.export(), "rows": [row.export() for row in rows]}
         report.write(path.with_suffix(".json"), found_here)
         if traces:
-            at = f"{rows[0].rate.removesuffix('mbit')} Mbit/s per host"
+            at = f"{rate_of(rows[0].rate)} per host"
             what = f"hidden {hidden}, {layers} layer{'s' * (layers != 1)}, {batch} × {problem.seq} tokens"
             draw(traces, f"cuboid {shape}, rank 0: a step of GPT-2, {what}, {at}", path)
     where = f", {slow.without_links()}" if slow is not None else ""

@@ -89,7 +89,9 @@ class Row:
 
     @property
     def counts_as(self) -> str:
-        """How reliable figures of emulated devices are; "" if ranks had CPU time to spare."""
+        """How reliable figures of emulated devices are; "" if ranks had CPU time to spare, and for real ones."""
+        if self.slow is None or not self.samples:
+            return ""
         share = self.cpu_share
         return "" if share <= MOST_CPU else "rough" if self.quick and share <= MOST_CPU_ROUGH else "not counted"
 
@@ -147,7 +149,7 @@ class Row:
             "emulated": str(self.slow) if self.slow is not None else None,
             "planned_seconds": self.planned,
             "cpu_share": self.cpu_share if self.samples else None,
-            "counts_as": self.counts_as if self.samples and self.slow is not None else "",
+            "counts_as": self.counts_as,
             "spread": {name: asdict(self.spread(name)) for name in self.samples[0]} if self.samples else {},
             "samples": self.samples,
         }

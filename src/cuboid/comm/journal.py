@@ -212,13 +212,13 @@ def behind(accounts: Mapping[int, Account]) -> list[tuple[str, list[int]]]:
 
 
 def unfinished() -> list[str]:
-    """The first launched, not completed collective of each group, by PyTorch's flight recorder if it is on: NCCL's,
-    which builds for CUDA have, else that of the CPU's backends."""
+    """The first launched, not completed collective of each group, by PyTorch's flight recorders if they are on: NCCL's,
+    which builds for CUDA have, and that of the CPU's backends."""
     recorders = torch._C._distributed_c10d
-    dump = getattr(recorders, "_dump_nccl_trace_json", None) or getattr(recorders, "_dump_fr_trace_json", None)
-    entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", []) if dump else []
+    dumps = [getattr(recorders, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr")]
+    texts = [dump(includeCollectives=True, onlyActive=True) for dump in dumps if dump]
     first: dict[str, str] = {}
-    for each in entries:
+    for each in (entry for text in texts for entry in json.loads(text).get("entries", [])):
         if each["state"] != "completed":
             group = str(each["process_group"][-1])
             text = f"{each['profiling_name']} {each['collective_seq_id']} of {each['input_sizes']} over group {group}"

@@ -6,6 +6,7 @@ failure or hang on any rank ends the examination with an error that names it.
 
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -57,7 +58,8 @@ def look(world: World, config: TrainConfig, _: str) -> list[Finding]:
 def store(world: World, config: TrainConfig, _: str) -> list[Finding]:
     """The first rank writes a file where checkpoints will be, and all ranks look for it. They tell each other over the
     group that checkpoints use."""
-    everyone = connected(world.rank, world.size)
+    with world.watch.paused() if world.watch is not None else nullcontext():  # so that gloo may say why it cannot
+        everyone = connected(world.rank, world.size)
     wanted = Path(config.logging.folder or "runs").absolute()
     folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())
     fault, file = "", None

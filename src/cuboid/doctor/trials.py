@@ -13,7 +13,7 @@ from cuboid.comm.collectives import all_gather, from_all
 from cuboid.comm.journal import listed
 from cuboid.device import is_gpu
 from cuboid.doctor.finding import Finding, Status
-from cuboid.fuse import NEEDS, compile_fault
+from cuboid.fuse import NEEDS, SWITCH, compile_fault
 from cuboid.mesh.cuboid import AXES, Cuboid
 from cuboid.mesh.mesh import Mesh
 from cuboid.model.config import ModelConfig
@@ -45,7 +45,8 @@ def compiler(faults: Sequence[str]) -> Finding:
         said = f"torch.compile works on {len(faults)} rank{'s' * (len(faults) > 1)}, so elementwise work is fused"
         return Finding("compile", "ok", said)
     said = f"torch.compile fails on {listed(broken)}, so elementwise work runs unfused and slower"
-    return Finding("compile", "warning", f"{said}: {faults[broken[0]]}", NEEDS)
+    fault = faults[broken[0]]
+    return Finding("compile", "warning", f"{said}: {fault}", f"unset {SWITCH}" if fault.startswith(SWITCH) else NEEDS)
 
 
 def try_compiler(world: World, config: TrainConfig) -> list[Finding]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_reduce
 from cuboid.comm.flight import Steps
-from cuboid.step.op import Ahead, Back, scaled, vjp
+from cuboid.step.op import Ahead, Back, vjp
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,16 @@ class OwnLoss:
         def total(X: Tensor) -> Tensor:
             losses, count = self.fn(X, at.targets)
             counted.append(torch.as_tensor(count, dtype=wide, device=X.device))
-            return losses
+            return losses.to(wide)
 
         losses, back = vjp(total, X) if at.train else (total(X), None)
-        sums = torch.stack((losses.to(wide), counted[0]))
+        sums = torch.stack((losses, counted[0]))
         for axis in self.axes:
             sums = all_reduce(sums, axis).wait()
 
         def run(scale: Tensor, w: Any, before: Ahead) -> Steps:
             assert back is not None
-            return scaled(back(torch.ones_like(losses))[0], scale)
+            return back(scale.to(wide))[0]
             yield
 
         return sums, Back(run) if at.train else None

@@ -57,11 +57,13 @@ def _limit(best: dict[tuple[int, ...], Plan]) -> Callable[[Cuboid], float]:
 def _merged(found: list[Ranking], plans: list[Plan]) -> Ranking:
     last = found[-1]
     work = in_micro_batches(last.work, plans[0].micro_batches) if plans else last.work
-    flat = [plan for plan in plans if plan.cuboid.pipe == 1]
+    flat, fit = [plan for plan in plans if plan.cuboid.pipe == 1], {plan.cuboid for plan in plans}
+    too_large = [plan for each in found for plan in each.too_large if plan.cuboid not in fit]
     return replace(
         last,
         work=work,
         plans=plans,
+        too_large=sorted(too_large, key=lambda plan: plan.peak),
         considered=sum(each.considered for each in found),
         seconds=sum(each.seconds for each in found),
         corners={name: next((plan for plan in flat if of(plan.cuboid)), None) for name, of in CORNERS.items()},

@@ -120,7 +120,8 @@ def _micro_batches(hw: Hardware, work: Work, devices: int, only: Cuboid | None, 
 
 def corner(ranking: Ranking, name: str) -> str:
     """Why a corner has no plan."""
-    large = next((plan for plan in ranking.too_large if CORNERS[name](plan.cuboid)), None)
+    flat = (plan for plan in ranking.too_large if plan.cuboid.pipe == 1)
+    large = next((plan for plan in flat if CORNERS[name](plan.cuboid)), None)
     if large is not None:
         return f"{name}: does not fit; {large.cuboid} needs {gigabytes(large.peak)} per device."
     c, devices = ranking.work.config, ranking.devices

@@ -45,8 +45,7 @@ class Operands:
         self.copying = hw.direct
         self.way = 1 + self.received(s.x)  # a reduce-scatter over x: send buffer and receive buffer
         one = added(w.shard for w in weights) * self.e
-        filled = np.logical_or.reduce([w.shard * s.x != w.n * w.k for w in weights])
-        sent = np.maximum(one * (self.low | filled), self.copies("x", one))  # else the shards themselves are sent
+        sent = np.maximum(one * self.low, self.copies("x", one))  # else the shards themselves are sent
         self.coming = np.where(self.apart, self.whole + sent, self.low * self.whole)  # a layer's weights in flight
         rows = self.m // s.y
         self.dX = rows * s.d * self.e  # the residual stream, or its gradient

@@ -16,7 +16,7 @@ from cuboid.model.config import ModelConfig
 from cuboid.model.cuboid import Policy
 from cuboid.model.transformer import Recompute
 from cuboid.plan.cost import Cost
-from cuboid.plan.cost.cuboid import step_cost
+from cuboid.plan.cost.cuboid import cost_of_all, step_cost
 from cuboid.plan.hardware import Hardware
 from cuboid.plan.layer import ITEMSIZE, STORED, Choice, Work
 from cuboid.plan.memory import Footprint, memory
@@ -74,10 +74,7 @@ class Plan:
         at, c, count = self.cuboid.coordinates(rank), self.choice, work.micro_batches if self.cuboid.pipe > 1 else 1
         settings = c.policy, c.recompute, STORED, ITEMSIZE[work.precision], c.schedule
         of = work.config, self.cuboid, at, work.batch, work.seq, *settings
-        found = step_cost(*of, micro_batches=count, freeze=work.freeze)
-        for _ in range(count - 1):
-            found.add(step_cost(*of, last=False, freeze=work.freeze))
-        return found
+        return cost_of_all(count, *of, freeze=work.freeze)
 
 
 @dataclass

@@ -65,7 +65,7 @@ def planned(config: TrainConfig, devices: int, machine: str, pipe: int | None = 
             plans[:] = [plan for plan in plans if plan.cuboid.pipe == pipe]
         ranking.corners.clear()  # `why` compares with what was searched
     if not ranking.plans:
-        raise ValueError(nothing_fits(ranking))
+        raise ValueError(nothing_fits(ranking, None if pipe is None else ranking.too_large[0].cuboid))
     best = ranking.plans[0]
     k, choice = best.cuboid, best.choice
     policy = choice.policy

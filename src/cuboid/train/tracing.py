@@ -9,7 +9,7 @@ from typing import Any
 from cuboid.comm.ledger import Ledger
 from cuboid.device import DeviceClock
 from cuboid.mesh.cuboid import AXES
-from cuboid.mesh.layout import set_shard, shard_of
+from cuboid.mesh.layout import shard_of
 from cuboid.model.cuboid import CuboidParallel
 from cuboid.model.transformer import Transformer
 from cuboid.step.schedule import Move
@@ -79,6 +79,6 @@ def unscheduled(model: Transformer) -> Transformer:
     off = CuboidParallel(parallel.config, mesh, parallel.policy, parallel.dtype, schedule)
     made = Transformer(off, None, next(model.parameters()).dtype, model.recompute)
     for mine, same in zip(made.parameters(), model.parameters(), strict=True):
-        set_shard(mine, shard_of(same))
+        shard_of(mine).copy_(shard_of(same))
         mine.requires_grad_(same.requires_grad)
     return made

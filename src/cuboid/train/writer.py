@@ -183,7 +183,7 @@ def connected(rank: int, size: int) -> Axis:
     try:
         group = dist.new_group(backend="gloo", timeout=CONNECTING)
         axis = Axis("checkpoint", size, rank, group)
-        from_all(None, axis)
+        from_all(None, axis)  # around a ring: each rank reaches its neighbours
     except RuntimeError as error:
         what = str(error).partition("\n")[0].rpartition("] ")[2]  # after the place in gloo's source
         raise RankError(

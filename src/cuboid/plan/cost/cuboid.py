@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import gcd, lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cuboid.layers.head import chunk_rows
 from cuboid.layers.product import chunk_count
@@ -42,6 +42,14 @@ def step_cost(
     if last and cuboid.pipe > 1:
         step.send("broadcast", "pipe", micro_batches, step.wide)
     return step.cost
+
+
+def cost_of_all(micro_batches: int, *of: Any, **options: Any) -> Cost:
+    """`step_cost` of all micro-batches of a step. `saved` is of one."""
+    found = step_cost(*of, micro_batches=micro_batches, **options)
+    for _ in range(micro_batches - 1):
+        found.add(step_cost(*of, last=False, **options))
+    return found
 
 
 class _Weight(NamedTuple):
