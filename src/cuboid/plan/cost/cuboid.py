@@ -46,9 +46,10 @@ def step_cost(
 
 def cost_of_all(micro_batches: int, *of: Any, **options: Any) -> Cost:
     """`step_cost` of all micro-batches of a step. `saved` is of one."""
-    found = step_cost(*of, micro_batches=micro_batches, **options)
+    cost: Callable[..., Cost] = step_cost
+    found = cost(*of, micro_batches=micro_batches, **options)
     for _ in range(micro_batches - 1):
-        found.add(step_cost(*of, last=False, **options))
+        found.add(cost(*of, last=False, **options))
     return found
 
 
