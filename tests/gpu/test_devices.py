@@ -70,6 +70,9 @@ def test_gpus_that_cuda_alone_can_count_are_counted_by_a_child(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
     assert device.gpu_count() == os.getpid()
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: -1)  # no NVML, or MIG
+    monkeypatch.setattr(device, "has_gpu_driver", lambda: False)
+    assert device.gpu_count() == os.getpid()
+    monkeypatch.setattr(device, "has_gpu_driver", lambda: True)
     assert device.gpu_count() not in (0, os.getpid())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert device.gpu_count() == os.getpid()
