@@ -43,7 +43,7 @@ def vocab_of(d: DataSection) -> int:
 
 def planned(config: TrainConfig, devices: int, machine: str, pipe: int | None = None) -> tuple[TrainConfig, str]:
     """Returns the configuration with the fastest plan's cuboid, memory policy and schedule, and why it was chosen. With
-    `pipe`, the fastest on a pipe of so many places."""
+    `pipe`, the fastest on a pipe of this many places."""
     d, m = config.data, config.memory
     if d.batch % d.micro_batches:
         raise ValueError(f"data.batch = {d.batch} cannot be split into data.micro_batches = {d.micro_batches}")

@@ -138,7 +138,7 @@ def layouts(
     pipe: Annotated[
         int,
         option(
-            "Cuboids on a pipe of so many places run too. Without --layers the model has at least a block per stage.",
+            "Cuboids on a pipe of this many places run too. Without --layers the model has at least a block per stage.",
             PIPES,
             1,
         ),
