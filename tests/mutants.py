@@ -272,7 +272,7 @@ MUTANTS = [
     # turns
     Mutant("a forward taken for the whole step", SCHEDULE, "Clock._pace", "1.5 *", "1.0 *"),
     Mutant("the pace of what was sent last", SCHEDULE, "Clock.launch", "sent if self.forward else 0.0", "sent"),
-    Mutant("messages of an axis all at once", SCHEDULE, "Clock.lands", "if each <= number", "if each == number"),
+    Mutant("messages all at once", SCHEDULE, "Clock.launch", "return self._launched", "return self._landed + sent"),
     Mutant("no waits for what was launched before", SCHEDULE, "interleave", "pause.message or clock", "clock"),
     Mutant("turns by a rank's sums in flight", RUNNER, "settle", "len(sums.launched)", "len(sums._flying)"),
     Mutant("sub-batches run away from each other", SCHEDULE, "interleave", "last[at[0]] + MOST_AHEAD", "1000"),

@@ -152,6 +152,14 @@ def test_count_matches_cost_formula_for_every_layout(way: str, pool: Pools) -> N
     assert counts[0].flops == pytest.approx(serial.flops / 8, rel=0.01)
 
 
+def test_count_of_ddp_has_the_buckets_of_later_steps(pool: Pools) -> None:
+    """Its first step sums all gradients at once; those that are timed have buckets."""
+    problem = replace(PROBLEM, config=MODEL.replace(hidden=256, ffn=1024, head_dim=32))
+    counts = pool(2).run(count, Layout("DDP", Cuboid(2, 1, 1)), problem)
+    assert all(each.traffic == each.predicted for each in counts)
+    assert counts[0].traffic["fsdp"]["all_reduce"][0] == 3  # 1 MiB, the rest, and the loss
+
+
 @pytest.mark.parametrize(("pipeline", "micro_batches"), [("1f1b", 4), ("interleaved", 2)])
 def test_count_of_pipe_matches_cost_formula_on_every_rank(pipeline: str, micro_batches: int, pool: Pools) -> None:
     """And its losses are those of the whole batch, and one rank of each place has its memory measured."""

@@ -96,9 +96,9 @@ def test_schedule_sets_collective_launch_order(pool: Pools) -> None:
     # the next block's where they were
     assert order[OFF][:4] == ["x", "y'", "x", "y"]
     assert order[PREFETCH][:5] == ["x", "x", "y'", "x", "y"]
-    # sub-batches: all have left the embedding, and the next block's weights are in flight, when the first gathers
-    # its X; all gather theirs before the first multiplies
-    assert order[SUB_BATCHES][:11] == ["x", "x", *["y'"] * 4, "x", *["y"] * 4]
+    # sub-batches: all have launched the embedding's scatter before the first gathers its X, and gather theirs before
+    # the first multiplies; the last to leave the embedding has the next block's weights gathered
+    assert order[SUB_BATCHES][:11] == ["x", "x", *["y'"] * 4, *["y"] * 3, "x", "y"]
     over_x = {s: sum(axis.startswith("x") for axis in found) for s, found in order.items()}
     assert over_x[PREFETCH] == over_x[SUB_BATCHES] == over_x[OFF] - 1  # the last block's stay
     # backward: the next block's weights are in flight before this one's matmuls are done
@@ -182,7 +182,7 @@ def test_interleave_launches_all_sub_batches_before_waiting() -> None:
 def test_interleave_waits_for_messages_launched_before() -> None:
     """Whoever waits for a message that was launched before lets the others compute until it lands."""
     clock, order = Clock(), list[str]()
-    message = clock.launch(3, "x")
+    message = clock.launch(3)
 
     def waits() -> Steps:
         yield Pause(message=message)
@@ -203,7 +203,7 @@ def test_interleave_keeps_sub_batches_close() -> None:
 
     def runs(name: str, sent: float) -> Steps:
         for _ in range(3 * MOST_AHEAD):
-            yield Pause(sent=sent, axis="x")
+            yield Pause(sent=sent)
             turns[name] += 1
             leads.append(turns["short"] - turns["long"])
 
@@ -214,24 +214,23 @@ def test_interleave_keeps_sub_batches_close() -> None:
 def test_clock_paces_a_link_by_the_forward() -> None:
     """A backward does twice its forward's work and sends as much, so that a byte takes three halves as long."""
     clock = Clock()
-    clock.advance(clock.lands(clock.launch(10, "y")))
+    clock.advance(clock.lands(clock.launch(10)))
     clock.compute(20)
-    assert clock.lands(clock.launch(0, "y")) == clock.now
+    assert clock.lands(clock.launch(0)) == clock.now
     clock.forward = False
-    first, second = clock.launch(4, "z"), clock.launch(2, "z")
+    first, second = clock.launch(4), clock.launch(2)
     assert clock.lands(first) == clock.now + 4 * 3
     assert clock.lands(second) == clock.now + 6 * 3  # behind the first
-    clock.launch(1, "y")
-    assert clock.lands(first) == clock.now + 5 * 3  # beside it
     clock.compute(15)
     assert clock.lands(first) == clock.now
+    assert clock.lands(second) == clock.now + 3
 
 
 def test_clock_runs_where_the_forward_sends_nothing() -> None:
     clock = Clock()
     clock.compute(20)
     clock.forward = False
-    assert clock.lands(clock.launch(4, "x")) == clock.now + 4
+    assert clock.lands(clock.launch(4)) == clock.now + 4
 
 
 def launched_beside(world: World, beside: bool) -> list[tuple[str, str, str]]:

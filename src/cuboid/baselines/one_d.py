@@ -171,7 +171,7 @@ class MegatronLinear:
 
     def __call__(self, X_s: Tensor, w: Gathered, at: Any) -> Steps:
         tokens, width = len(at.place.positions) * len(at.place.samples), self.linears[0].shape[1]
-        pause = Pause(sent=tokens * width * X_s.element_size() * (1 - 1 / self.axis.size), axis=self.axis.name)
+        pause = Pause(sent=tokens * width * X_s.element_size() * (1 - 1 / self.axis.size))
         flight = COLLECTIVES[self.kind](X_s, self.axis)
         del X_s
         yield pause

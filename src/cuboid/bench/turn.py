@@ -71,16 +71,17 @@ def count(world: World, layout: Layout, problem: Problem, slow: SlowMotion | Non
             with memory if metered else nullcontext(), runner.counted():
                 loss = runner.forward(*data_of(problem, runner))
                 loss.backward()
-            traffic, flops = runner.ledger.counts(), predicted.flops
+            flops = predicted.flops
             if layout.native:
                 runner.optimizer.zero_grad()
+                runner.ledger.reset()  # DDP's first step sums everything at once
                 with count_flops() as counter, runner.counted():
                     runner.forward(*data_of(problem, runner)).backward()
                 flops = counter.get_total_flops()
         parameters = sum(shard_of(p).nbytes for p in runner.module.parameters())
         peak = memory.peak + 2 * parameters if metered else 0
         value = None if slow else float(loss.detach())
-        return Count(value, traffic, predicted.counts(), flops, peak, parameters)
+        return Count(value, runner.ledger.counts(), predicted.counts(), flops, peak, parameters)
     finally:
         runner.close()
 

@@ -14,18 +14,14 @@ from torch import Tensor
 from cuboid.comm.axis import Axis
 from cuboid.comm.ledger import Span
 
-Message = tuple[str, int]  # axis and number, on the schedule's `Clock`
-
-
 class Pause(NamedTuple):
     """Where a block of the model can be suspended. INVARIANT: sizes are the same on all ranks; turns depend on them."""
 
     sent: float = 0  # bytes in flight for which it will wait
     work: float = 0  # FLOPs that follow
-    axis: str = ""  # over which the bytes are sent
-    aside: tuple[float, str] = (0.0, "")  # bytes that it needs only later, and their axis
+    aside: float = 0  # bytes in flight that it needs only later
     later: Callable[[], float] | None = None  # does postponed work and returns its FLOPs, 0 if it was already done
-    message: Message | None = None  # instead of `sent`: launched on the clock before
+    message: float = 0  # instead of `sent`: launched on the schedule's `Clock` before
 
 
 #: A block of the model: a generator that yields where a collective has been launched and its result is needed next, so

@@ -46,7 +46,7 @@ class HeadLoss:
         mesh, (s, b) = self.mesh, at.targets.shape
         flight, sent, width = COLLECTIVES[self.kind](X_s, mesh.y), X_s.nbytes * (mesh.y.size - 1), X_s.shape[-1]
         del X_s
-        yield Pause(sent, 6 * s * b * width * self.vocab / mesh.y.size, mesh.y.name)
+        yield Pause(sent, 6 * s * b * width * self.vocab / mesh.y.size)
         X, train = flight.wait(), at.train and self.weight.requires_grad
         sums = torch.zeros(2, dtype=torch.promote_types(X.dtype, torch.float32), device=X.device)
         dW = None
@@ -58,7 +58,7 @@ class HeadLoss:
         if dX is not None:
             flight = COLLECTIVES[TRANSPOSE[self.kind]](dX, mesh.y)
             del dX
-            yield Pause(sent, axis=mesh.y.name)
+            yield Pause(sent)
             dX = flight.wait()
             del flight
         saved = [dX]

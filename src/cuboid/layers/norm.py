@@ -46,7 +46,7 @@ class Normalise:
         if self.z.size == 1 and centred and x.dtype.itemsize >= 4:
             return self._native(x, w, at)
         flight = (all_gather if centred else all_reduce)(self.fuse(statistics)(x, centred), self.z)
-        pause = Pause(sent=max(x.element_size(), 4) * x.shape[0] * x.shape[1] * (self.z.size - 1), axis=self.z.name)
+        pause = Pause(sent=max(x.element_size(), 4) * x.shape[0] * x.shape[1] * (self.z.size - 1))
         yield pause
         y, stats = self.fuse(merged_scaled)(flight.wait(), x, n, self.eps, centred, *(w[p] for p in self._parameters))
         del flight, w

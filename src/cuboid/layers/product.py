@@ -37,7 +37,7 @@ from cuboid.comm.collectives import all_gather, reduce_scatter
 from cuboid.comm.flight import Flight, Pause, Steps, landed
 from cuboid.device import is_gpu
 from cuboid.mesh.layout import shard_range
-from cuboid.step.op import Ahead, Back, nothing
+from cuboid.step.op import Ahead, Back
 from cuboid.step.weights import Gathered, joined
 
 
@@ -138,17 +138,17 @@ class Out(Side):
 class SavedX:
     """AG_n(X) for backward: regathered at the first `launch`, or retained in `flights`."""
 
-    def __init__(self, gather: Callable[[], list[Flight]] | None, sent: float, axis: str) -> None:
-        self._gather, self._sent, self._axis = gather, sent, axis
+    def __init__(self, gather: Callable[[], list[Flight]] | None, sent: float) -> None:
+        self._gather, self._sent = gather, sent
         self.flights: list[Flight] = []
 
-    def launch(self) -> tuple[float, str]:
-        """Regather X unless done. Returns the bytes that this call launched, and their axis."""
+    def launch(self) -> float:
+        """Regather X unless done. Returns the bytes that this call launched."""
         if self._gather is None:
-            return nothing()
+            return 0.0
         gather, self._gather = self._gather, None  # releases the shard
         self.flights = gather()
-        return self._sent, self._axis
+        return self._sent
 
 
 @dataclass(eq=False)
@@ -196,9 +196,9 @@ class Product:
         trained, sizes = wgrad_flops > 0, (X_bytes, Y_bytes, flops, wgrad_flops)
         Xs, Ys = self.X.gather(X_s, chunks), list[list[Flight]]()
         gather = partial(self.X.gather, X_s, chunks) if trained and not self.retain else None
-        saved = SavedX(gather, X_bytes, self.n.name)
+        saved = SavedX(gather, X_bytes)
         del X_s, gather
-        yield Pause(X_bytes, flops, self.n.name)
+        yield Pause(X_bytes, flops)
         while Xs:
             X = Xs.pop(0).wait()
             Ys.append([out.multiply(self.X.stack(X), w) for out in self.outs])  # (1)
@@ -208,7 +208,7 @@ class Product:
         biases = [out.bias(w) for out in self.outs]
         back = Back(partial(self.run, saved, sizes, b, chunks), saved.launch) if at.train else None
         del saved, w
-        yield Pause(Y_bytes, axis=self.k.name)
+        yield Pause(Y_bytes)
         outputs: list[Any] = [None] * len(self.linears)
         for out, bias, flights in zip(self.outs, biases, zip(*Ys, strict=True), strict=True):
             Y_s = out.land(flights, b)
@@ -223,7 +223,7 @@ class Product:
         dYs = dYs if len(self.linears) > 1 else (dYs,)
         flights = [out.gather(side_by_side([dYs[i] for i in out.places]), chunks) for out in self.outs]
         del dYs
-        yield Pause(Y_bytes, flops if w.deferred else flops + wgrad_flops, self.k.name, saved.launch())
+        yield Pause(Y_bytes, flops if w.deferred else flops + wgrad_flops, saved.launch())
         Ws = [weight_of(group, w) for _, group in self.groups]
         dX_flights, dY_mn = list[Flight](), list[list[Tensor]]()
         while flights[0]:
@@ -241,7 +241,7 @@ class Product:
         wgrad = partial(self.weight_gradients, saved.flights, dY_mn, w)  # (3)
         later = w.make(wgrad, wgrad_flops) if self.trains else None
         del dY_mn, w, wgrad
-        yield Pause(X_bytes, 0.0, self.n.name, aside, later)
+        yield Pause(X_bytes, 0.0, aside, later)
         return self.X.land(dX_flights, b)
 
     def weight_gradients(self, Xs: list[Flight], dYs: list[list[Tensor]], w: Gathered) -> None:

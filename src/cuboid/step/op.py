@@ -29,7 +29,7 @@ from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import COLLECTIVES, TRANSPOSE, Kind
 from cuboid.comm.flight import Pause, Steps
 
-Ahead = Callable[[], tuple[float, str]]  # returns the bytes that it launched, and their axis
+Ahead = Callable[[], float]  # returns the bytes that it launched
 
 
 class Back(NamedTuple):
@@ -49,8 +49,8 @@ class Layer(Protocol):
     def __call__(self, X: Any, w: Any, at: Any, /) -> Steps: ...
 
 
-def nothing() -> tuple[float, str]:
-    return 0.0, ""
+def nothing() -> float:
+    return 0.0
 
 
 def parts_of(layer: Any) -> Iterator[Any]:
@@ -207,7 +207,7 @@ def _collective(kind: Kind, axis: Axis, width: float, at: Any, X: Tensor) -> Ste
     sent = tokens * width * X.element_size() * (1 - 1 / axis.size)
     del X
     if axis.size > 1:
-        yield Pause(sent, axis=axis.name)
+        yield Pause(sent)
     return flight.wait()
 
 

@@ -30,7 +30,7 @@ def border(itemsize: int) -> tuple[Layer, Layer]:
 
     def land(at: Any, flight: Any) -> Steps:
         s, b, d = (len(each) for each in at.place.residual)
-        yield Pause(sent=s * b * d * itemsize, axis="pipe")
+        yield Pause(sent=s * b * d * itemsize)
         return flight.wait()
 
     def pass_on(at: Any, X: Tensor) -> Steps:

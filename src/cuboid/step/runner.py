@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_reduce
-from cuboid.comm.flight import Message, Pause, Steps
+from cuboid.comm.flight import Pause, Steps
 from cuboid.mesh.layout import sharded_as
 from cuboid.mesh.place import Place
 from cuboid.step.op import Back, Layer, nothing, scaled
@@ -107,12 +107,12 @@ class _StageWeights:
 
     def __post_init__(self) -> None:
         self._pending = [self.sub_batches] * len(self.buckets)
-        self._flying: dict[int, tuple[Message, Sequence[Landing]]] = {}
+        self._flying: dict[int, tuple[float, Sequence[Landing]]] = {}
         self._held: dict[int, Gathered] = {}
 
     def _launch(self, i: int) -> None:
         if i in range(len(self.buckets)) and self._pending[i] and i not in self._flying and i not in self._held:
-            message = self.clock.launch(sum(each.sent for each in self.needed[i] if each not in self.kept), "x")
+            message = self.clock.launch(sum(each.sent for each in self.needed[i] if each not in self.kept))
             kept = self.kept
             self._flying[i] = message, [partial(dict, kept.pop(b)) if b in kept else b.gather() for b in self.needed[i]]
 
@@ -305,7 +305,7 @@ def settle(pending: list[Gathered], sums: Sums, clock: Clock) -> Steps:
         clock.compute(gathered.settle())
         if len(sums.launched) == MOST_IN_FLIGHT:
             yield Pause(message=sums.launched[0])  # `sums.add` waits for it
-        sums.launched.append(clock.launch(sum(bucket.sent for bucket in gathered.buckets), "x"))
+        sums.launched.append(clock.launch(sum(bucket.sent for bucket in gathered.buckets)))
         sums.add(gathered.reduce())
         sums.used(gathered.buckets)
 

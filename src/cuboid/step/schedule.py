@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from cuboid.comm.flight import Message, Steps
+    from cuboid.comm.flight import Steps
     from cuboid.fuse import Fuse
 
 
@@ -152,9 +152,9 @@ class Task(NamedTuple):
 
 
 class Clock:
-    """Counts FLOPs. On it a link takes as long over all that a step sends as the work takes. The messages of an axis
-    follow one another, and axes share the link. It begins anew with every step: the order of turns must not depend on
-    where a run was resumed.
+    """Counts FLOPs, and the bytes that have left over one link, in the order of their launch. On it the link takes as
+    long over all that a step sends as the work takes. It begins anew with every step: the order of turns must not
+    depend on where a run was resumed.
 
     If one generator runs `alone` throughout the step, there are no turns, and nothing is counted."""
 
@@ -162,28 +162,19 @@ class Clock:
         self.alone = alone
         self.now = self._work = self._sent = 0.0
         self.forward = True  # the first of the step, from which the pace follows
-        self._count = 0
-        self._left: dict[str, dict[int, float]] = {}  # by axis: bytes of each message in flight
+        self._launched = self._landed = 0.0  # bytes
 
-    def launch(self, sent: float, axis: str) -> "Message":
-        """A message that leaves now."""
-        if self.alone:
-            return axis, 0
-        self._count += 1
+    def launch(self, sent: float) -> float:
+        """A message of so many bytes, which leaves after all before it: the bytes up to its end."""
+        if self.alone or not sent:
+            return 0.0
         self._sent += sent if self.forward else 0.0
-        if sent:
-            self._left.setdefault(axis, {})[self._count] = sent
-        return axis, self._count
+        self._launched += sent
+        return self._launched
 
-    def lands(self, message: "Message") -> float:
-        """When it will have landed, if nothing else is launched."""
-        axis, number = message
-        mine = self._left.get(axis, {})
-        if number not in mine:
-            return self.now
-        until = sum(left for each, left in mine.items() if each <= number)
-        others = sum(min(until, sum(each.values())) for name, each in self._left.items() if name != axis)
-        return self.now + self._pace() * (until + others)
+    def lands(self, message: float) -> float:
+        """When it will have landed."""
+        return self.now + self._pace() * max(0.0, message - self._landed)
 
     def compute(self, work: float) -> None:
         if work and not self.alone:
@@ -197,24 +188,14 @@ class Clock:
 
     def advance(self, moment: float) -> None:
         """Move on to `moment`, while messages progress."""
-        pace = self._pace() if self._left else 1.0
-        while self._left and self.now < moment:
-            each, first = pace * len(self._left), [(left, next(iter(left))) for left in self._left.values()]
-            sent = min(left[i] for left, i in first)
-            step = min(sent * each, moment - self.now)
-            self.now += step
-            for left, i in first:
-                left[i] -= step / each
-                if left[i] <= 1e-9 * sent:
-                    del left[i]
-            self._left = {axis: left for axis, left in self._left.items() if left}
-        self.now = max(self.now, moment)
+        self._landed = min(self._launched, self._landed + (moment - self.now) / self._pace())
+        self.now = moment
 
 
 @dataclass
 class _Turns:
     steps: "Steps"
-    waits: "Message" = ("", 0)
+    message: float = 0.0  # that it waits for, on the clock
     work: float = 0.0  # of its next turn
     done: int = 0
 
@@ -250,7 +231,7 @@ def interleave(tasks: Sequence[Task], clock: Clock) -> list[Any]:
     while going:
         last = [min((turns.done for at, turns in going.items() if at[0] == t), default=0) for t in range(len(tasks))]
         free = [at for at, turns in going.items() if turns.done < last[at[0]] + MOST_AHEAD]
-        landing, *_, at = min((clock.lands(going[at].waits), going[at].work, going[at].done, at) for at in free)
+        landing, *_, at = min((clock.lands(going[at].message), going[at].work, going[at].done, at) for at in free)
         turns = going[at]
         while spare and (len(spare) > len(going) or landing > clock.now):
             clock.compute(spare.popleft()())
@@ -262,10 +243,9 @@ def interleave(tasks: Sequence[Task], clock: Clock) -> list[Any]:
             results[at[0]][at[1]] = end.value
             del going[at]
             continue
-        turns.waits = pause.message or clock.launch(pause.sent, pause.axis)
+        turns.message = pause.message or clock.launch(pause.sent)
         turns.work, turns.done = pause.work, turns.done + 1
-        if pause.aside[0]:
-            clock.launch(*pause.aside)
+        clock.launch(pause.aside)
         if pause.later is not None:
             spare.append(pause.later)
     return [task.finish(found) for task, found in zip(tasks, results, strict=True)]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cuboid.comm.axis import Axis
 from cuboid.comm.collectives import all_gather, all_reduce, reduce_scatter_each
-from cuboid.comm.flight import Message, landed
+from cuboid.comm.flight import landed
 from cuboid.mesh.layout import Spec, ceil_div, data_of, set_shard, shard_of
 from cuboid.mesh.mesh import Mesh
 
@@ -298,7 +298,7 @@ class Sums:
     def __init__(self, uses: Mapping[Bucket, int]) -> None:
         self._pending_uses = dict(uses)
         self._flying: deque[tuple[Bucket, Landing]] = deque()
-        self.launched: deque[Message] = deque(maxlen=MOST_IN_FLIGHT)  # the last ones, on the clock
+        self.launched: deque[float] = deque(maxlen=MOST_IN_FLIGHT)  # the last ones, on the clock
         self._totals: Tensors = {}
         self._replicas: dict[Bucket, Landing] = {}
 
