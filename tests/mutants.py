@@ -132,7 +132,7 @@ MUTANTS = [
         "by_weight(each.view(x.size, -1), elements)",
         "by_weight(each.view(x.size, -1), elements)[::-1]",
     ),
-    Mutant("deferred gradients made early", WEIGHTS, "Gathered.make", "if not self.deferred:", "if True:"),
+    Mutant("deferred gradients made early", WEIGHTS, "Gathered.make", 'if self.wgrads == "now":', "if True:"),
     # the runner
     Mutant(
         "targets of another sub-batch",

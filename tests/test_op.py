@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 from weakref import ref
 
 import torch
@@ -53,7 +54,7 @@ def combinator_errors(world: World) -> list[float]:
     a, b = (nn.Parameter(value) for value in values[:2])
     X, dY = values[2].requires_grad_(), values[3]
     bucket = Bucket({p: Spec((5,), ((),)) for p in (a, b)}, Mesh(Cuboid(), alone=True), None)
-    w = Gathered([bucket], bucket.gather()(), 1, deferred=False)
+    w = Gathered([bucket], bucket.gather()(), 1)
     layer, function = combined(a, b)
     Y, back = run(layer(X.detach(), w, Where(3.0)))
     dX = run(back.run(dY, w, nothing))
@@ -85,7 +86,7 @@ def bytes_held(world: World) -> tuple[int, int]:
     """By a small weight that may be kept, and by what was gathered with it."""
     parameters = {nn.Parameter(torch.zeros(n // 2)): Spec((n,), (("x",),)) for n in (8, 4096)}
     bucket = Bucket(parameters, Mesh(Cuboid(x=2), world.rank), None)
-    w = Gathered([bucket], bucket.gather()(), 1, deferred=False)
+    w = Gathered([bucket], bucket.gather()(), 1)
     small, _ = parameters
     return w.lasting(small).untyped_storage().nbytes(), w[small].untyped_storage().nbytes()
 
@@ -109,8 +110,9 @@ def most_in_flight(world: World) -> int:
 
     for bucket in buckets:
         flying += 1
-        sums.add([(bucket, partial(landing, bucket))])
-        sums.used([bucket])
+        stage = Gathered([bucket], {}, 1)
+        with patch.object(stage, "reduce", lambda each=bucket: [(each, partial(landing, each))]):
+            sums.add(stage)
         most = max(most, flying)
     assert len(sums.finish()) == len(buckets)
     return most

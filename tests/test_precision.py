@@ -109,7 +109,7 @@ def accumulated_errors(world: World, add: Adding) -> list[float]:
 def accumulated_error(dY: Tensor, X: Tensor, count: int, add: Adding) -> float:
     weight = Parameter(torch.zeros(dY.shape[1], X.shape[1]))
     bucket = Bucket({weight: Spec(tuple(weight.shape), ((), ()))}, Mesh(Cuboid(), alone=True), torch.bfloat16)
-    w = Gathered([bucket], bucket.gather()(), 1 if add is of_chunks else count, deferred=False)
+    w = Gathered([bucket], bucket.gather()(), 1 if add is of_chunks else count)
     add(w, weight, list(dY.chunk(count)), list(X.chunk(count)))
     ((_, land),) = w.reduce()
     (found,) = land().values()

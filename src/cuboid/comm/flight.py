@@ -14,6 +14,7 @@ from torch import Tensor
 from cuboid.comm.axis import Axis
 from cuboid.comm.ledger import Span
 
+
 class Pause(NamedTuple):
     """Where a block of the model can be suspended. INVARIANT: sizes are the same on all ranks; turns depend on them."""
 

@@ -223,7 +223,7 @@ class Product:
         dYs = dYs if len(self.linears) > 1 else (dYs,)
         flights = [out.gather(side_by_side([dYs[i] for i in out.places]), chunks) for out in self.outs]
         del dYs
-        yield Pause(Y_bytes, flops if w.deferred else flops + wgrad_flops, saved.launch())
+        yield Pause(Y_bytes, flops + wgrad_flops if w.wgrads == "now" else flops, saved.launch())
         Ws = [weight_of(group, w) for _, group in self.groups]
         dX_flights, dY_mn = list[Flight](), list[list[Tensor]]()
         while flights[0]:
@@ -328,11 +328,9 @@ def weight_gradient(dY: Tensor, X: Tensor, dW: Tensor, add: bool) -> None:
 
 def mm(A: Tensor, B: Tensor, out: Tensor, add: bool) -> None:
     """out (+)= A B, into a view. `out` may be wider than A and B, to add up matmuls of low precision."""
-    if out.dtype != A.dtype and is_gpu(out.device):  # only GPU matmuls can write another dtype than their operands'
+    if out.dtype == A.dtype:
+        out.addmm_(A, B, beta=float(add))
+    elif is_gpu(out.device):  # only GPU matmuls can write another dtype than their operands'
         torch.addmm(out, A, B, out_dtype=out.dtype, beta=float(add), out=out)
-    elif out.dtype != A.dtype:
-        out.add_(A @ B) if add else out.copy_(A @ B)
-    elif add:
-        out.addmm_(A, B)
     else:
-        torch.mm(A, B, out=out)
+        out.add_(A @ B) if add else out.copy_(A @ B)

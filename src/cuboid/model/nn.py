@@ -396,14 +396,15 @@ class Model(nn.Module):
         """
         self._check_call(inputs, targets, place)
         at = At(place, targets, loss, self._dropout(dropout))
-        if self.parallel.mesh.pipe.size == 1:
-            return self.player.runners[0](inputs, at)
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+        trained = inputs.requires_grad or any(p.requires_grad for p in self.player.parameters)
+        if not (trained and torch.is_grad_enabled()):
+            return self.player.forward(inputs, at)
+        if self.parallel.mesh.pipe.size > 1:
             raise ValueError(
                 f"a backward over pipe={self.parallel.mesh.pipe.size} goes through other ranks, and autograd knows "
                 "this one alone; train with `model.play([(inputs, At(place, targets))])`, or use torch.no_grad()"
             )
-        return self.player.forward(inputs, at)
+        return self.player.runners[0](inputs, at)
 
     @property
     def dropout_seed(self) -> int:

@@ -21,7 +21,7 @@ from cuboid.step.pipeline import Split, backward_until
 from cuboid.step.post import Post, exchange
 from cuboid.step.runner import At, Pass, Runner, settle
 from cuboid.step.schedule import Clock, Move, Order, Task, interleave
-from cuboid.step.weights import Gathered, Sums, Tensors
+from cuboid.step.weights import Gathered, Sums, Tensors, When
 
 Batch = tuple[Tensor, At]
 
@@ -68,9 +68,11 @@ class Player:
             )
         orders = backward_until(lowest, orders)
         order, post = orders[self.pipe.index], self._post(batches, orders, lowest)
-        postpone = any(move.kind == "W" for moves in order for move in moves)
         beside = any(len(moves) > 1 for moves in order)
-        clock, defer = Clock(alone=self._sub_batches == 1 and not beside), postpone or beside
+        wgrads: When = "spare" if beside else "now"
+        if any(move.kind == "W" for moves in order for move in moves):
+            wgrads = "late"
+        clock = Clock(alone=self._sub_batches == 1 and not beside)
         sums = Sums({bucket: len(batches) * uses for bucket, uses in self.uses.items()})
         dloss = torch.ones((), dtype=torch.float64, device=self._like.device) * scale / len(batches)
         losses, passes, pending = dict[int, Any](), dict[tuple[int, int], Pass](), dict[Any, list[Gathered]]()
@@ -87,7 +89,7 @@ class Player:
                     passed = passes.pop((i, stage))
                     pending[i, stage] = passed.pending_wgrads
                     dY = dloss if stage == self.split.last else post.take(move)
-                    task = self.runners[stage].backward(passed, dY, sums, defer, postpone)
+                    task = self.runners[stage].backward(passed, dY, sums, wgrads)
                     tasks[move] = task if stage == lowest else post.sending(task, move)
                     del passed, dY, task
                 else:
@@ -111,7 +113,8 @@ class Player:
 
     @torch.no_grad()
     def forward(self, X: Tensor, at: At, shape: Sequence[int] = ()) -> Tensor:
-        """On every place: the mean loss of one batch, or Y of this `shape` if the last stage gives no loss."""
+        """Without backward, on every place: the mean loss of one batch, or Y of this `shape` if the last stage gives no
+        loss."""
         clock, batch = Clock(alone=self._sub_batches == 1), (X, at.without_backward())
         orders = [[[Move("F", 0, stage)] for stage in self.split.stages(place)] for place in range(self.pipe.size)]
         post = self._post([batch], orders)

@@ -29,7 +29,7 @@ from cuboid.mesh.layout import sharded_as
 from cuboid.mesh.place import Place
 from cuboid.step.op import Back, Layer, nothing, scaled
 from cuboid.step.schedule import Clock, Schedule, Task, interleave
-from cuboid.step.weights import MOST_IN_FLIGHT, Bucket, Gathered, Landing, Sums, Tensors
+from cuboid.step.weights import MOST_IN_FLIGHT, Bucket, Gathered, Landing, Sums, Tensors, When
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +102,7 @@ class _StageWeights:
     sub_batches: int
     prefetch: bool
     clock: Clock
-    deferred: bool = False  # see `Gathered`
-    postponed: bool = False
+    wgrads: When = "now"
 
     def __post_init__(self) -> None:
         self._pending = [self.sub_batches] * len(self.buckets)
@@ -125,7 +124,7 @@ class _StageWeights:
             weights: Tensors = {}
             for land in self._flying.pop(i)[1]:
                 weights |= land()
-            self._held[i] = Gathered(self.buckets[i], weights, self.sub_batches, self.deferred, self.postponed)
+            self._held[i] = Gathered(self.buckets[i], weights, self.sub_batches, self.wgrads)
             if self.prefetch and len(self._held) == 1:
                 self._launch(i + self.direction)  # not earlier: both would share the link, and this stage would wait
         return self._held[i]
@@ -247,11 +246,8 @@ class Runner:
 
     # Backward
 
-    def backward(
-        self, passed: Pass, dY: Tensor | Sequence[Any], sums: Sums, defer: bool = False, postpone: bool = False
-    ) -> Task:
-        """Task of dX per sub-batch. `dY` is dloss, or a gradient per sub-batch. `defer`: weight gradients wait for a
-        pause in which nothing else can run; `postpone`: they wait for `settle`."""
+    def backward(self, passed: Pass, dY: Tensor | Sequence[Any], sums: Sums, wgrads: When = "now") -> Task:
+        """Task of dX per sub-batch. `dY` is dloss, or a gradient per sub-batch."""
         count = len(passed.backs)
         if isinstance(dY, Tensor):
             assert passed.count is not None
@@ -261,9 +257,9 @@ class Runner:
             passed.early.clear()
             dY = [scale] * count
         needed = [each if i >= passed.lowest else [] for i, each in enumerate(self._needed)]
-        options = self.schedule.prefetch, passed.clock, defer, postpone
+        options = self.schedule.prefetch, passed.clock, wgrads
         weights = _StageWeights(self._buckets, needed, -1, passed.kept, count, *options)
-        each, target = zip(dY, passed.backs, strict=True), None if postpone else sums
+        each, target = zip(dY, passed.backs, strict=True), None if wgrads == "late" else sums
         return Task([self._back_through(dY, backs, weights, passed.pending_wgrads, target) for dY, backs in each], list)
 
     def _back_through(
@@ -287,15 +283,8 @@ class Runner:
         return dY
 
     def __call__(self, X: Tensor, at: At) -> Tensor:
-        """The mean loss over the tokens of all ranks. Autograd can differentiate it."""
-        if torch.is_grad_enabled() and (X.requires_grad or any(p.requires_grad for p in self.parameters)):
-            return _Step.apply(X, self, at, *self.parameters)
-        ((loss, _),) = interleave([self.forward(X, at.without_backward(), clock := self.clock())], clock)
-        return loss
-
-    def clock(self) -> Clock:
-        """For a step in which no micro-batches run beside each other."""
-        return Clock(alone=self.schedule.sub_batches == 1)
+        """The mean loss over the tokens of all ranks, which autograd can differentiate."""
+        return _Step.apply(X, self, at, *self.parameters)
 
 
 def settle(pending: list[Gathered], sums: Sums, clock: Clock) -> Steps:
@@ -306,8 +295,7 @@ def settle(pending: list[Gathered], sums: Sums, clock: Clock) -> Steps:
         if len(sums.launched) == MOST_IN_FLIGHT:
             yield Pause(message=sums.launched[0])  # `sums.add` waits for it
         sums.launched.append(clock.launch(sum(bucket.sent for bucket in gathered.buckets)))
-        sums.add(gathered.reduce())
-        sums.used(gathered.buckets)
+        sums.add(gathered)
 
 
 class _Step(torch.autograd.Function):
@@ -315,7 +303,8 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, X: Tensor, runner: Runner, at: At, *parameters: nn.Parameter) -> Tensor:
-        ((loss, ctx.passed),) = interleave([runner.forward(X, at, clock := runner.clock())], clock)
+        clock = Clock(alone=runner.schedule.sub_batches == 1)
+        ((loss, ctx.passed),) = interleave([runner.forward(X, at, clock)], clock)
         ctx.runner, clock.forward = runner, False
         return loss
 

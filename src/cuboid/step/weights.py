@@ -15,7 +15,7 @@ from copy import deepcopy
 from functools import cache, cached_property
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from cuboid.mesh.mesh import Mesh
 Tensors = dict[nn.Parameter, Tensor]  # weights or gradients of some parameters
 Landing = Callable[[], Tensors]  # waits for them
 Group = tuple[int, tuple[nn.Parameter, ...]]  # parameters whose gradients share a buffer, and rows after each
+#: When the matmuls of weight gradients run: in backward, in a pause in which nothing else can run, or in `settle`.
+When = Literal["now", "spare", "late"]
 MOST_IN_FLIGHT = 2  # buckets whose gradients are being reduced at a time
 
 
@@ -189,15 +191,11 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 class Gathered:
     """The unsharded weights of a stage while it runs, and its gradients, added up over sub-batches.
 
-    With several sub-batches (`uses`), gradients of low precision are added in fp32. If `deferred`, wgrad matmuls wait
-    for a pause in which nothing else can run; if also `postponed`, they wait for `settle`.
+    With several sub-batches (`uses`), gradients of low precision are added in fp32.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], weights: Tensors, uses: int, deferred: bool, postponed: bool = False
-    ) -> None:
-        self.buckets, self._weights, self._uses = buckets, weights, uses
-        self.deferred, self._postponed = deferred, postponed
+    def __init__(self, buckets: Sequence[Bucket], weights: Tensors, uses: int, wgrads: When = "now") -> None:
+        self.buckets, self._weights, self._uses, self.wgrads = buckets, weights, uses, wgrads
         self._sums: dict[Group, Tensor] = {}
         self._waiting: list[tuple[Callable[[], None], float]] = []
         self.shrunk = 1.0  # factor of gradients computed in forward, so that they fit in fp16
@@ -251,12 +249,12 @@ class Gathered:
             self._sums[group] = gradient if before is None else before + gradient
 
     def make(self, work: Callable[[], None], flops: float) -> Callable[[], float] | None:
-        """Compute gradients now; if `deferred`, in the returned function; if `postponed`, in `settle`."""
-        if not self.deferred:
+        """Compute gradients now, or later: in the returned function, if there is one, or in `settle`."""
+        if self.wgrads == "now":
             work()
             return None
         self._waiting.append((work, flops))
-        return None if self._postponed else self._make_one
+        return self._make_one if self.wgrads == "spare" else None
 
     def _make_one(self) -> float:
         """Compute the oldest waiting gradients. Returns the FLOPs."""
@@ -302,24 +300,22 @@ class Sums:
         self._totals: Tensors = {}
         self._replicas: dict[Bucket, Landing] = {}
 
-    def add(self, reduced: Sequence[tuple[Bucket, Landing]]) -> None:
-        """Add sums over x that a stage has launched. Few are in flight at a time: memory must not grow with depth."""
-        for bucket, land in reduced:
+    def add(self, gathered: Gathered) -> None:
+        """Launch and add the sums over x of a stage's gradients; its weights have been used once more. Few sums are in
+        flight at a time: memory must not grow with depth."""
+        for bucket, land in gathered.reduce():
             self._flying.append((bucket, land))
             while len(self._flying) > (MOST_IN_FLIGHT if bucket.gathers else 0):
                 self._land()
+        for bucket in gathered.buckets:
+            self._pending_uses[bucket] -= 1
+            self._sum_replicas(bucket)
 
     def put(self, gradients: Tensors) -> None:
         """Add gradients that are already summed over x."""
         for p, gradient in gradients.items():
             before = self._totals.get(p)
             self._totals[p] = gradient.to(p.dtype) if before is None else before.add_(gradient)
-
-    def used(self, buckets: Sequence[Bucket]) -> None:
-        """Count one use of these weights as complete."""
-        for bucket in buckets:
-            self._pending_uses[bucket] -= 1
-            self._sum_replicas(bucket)
 
     def _land(self) -> None:
         bucket, land = self._flying.popleft()
