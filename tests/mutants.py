@@ -122,9 +122,7 @@ MUTANTS = [
         "self[parameter].clone()",
         "self[parameter]",
     ),
-    Mutant(
-        "all gradients in flight at a time", WEIGHTS, "Sums.add", "(MOST_IN_FLIGHT if bucket.gathers else 0)", "1000"
-    ),
+    Mutant("all gradients in flight at a time", WEIGHTS, "Sums.add", "> MOST_IN_FLIGHT", "> 1000"),
     Mutant(
         "messages packed in another order",
         WEIGHTS,

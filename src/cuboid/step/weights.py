@@ -303,10 +303,9 @@ class Sums:
     def add(self, gathered: Gathered) -> None:
         """Launch and add the sums over x of a stage's gradients; its weights have been used once more. Few sums are in
         flight at a time: memory must not grow with depth."""
-        for bucket, land in gathered.reduce():
-            self._flying.append((bucket, land))
-            while len(self._flying) > (MOST_IN_FLIGHT if bucket.gathers else 0):
-                self._land()
+        self._flying.extend(gathered.reduce())
+        while self._flying and (len(self._flying) > MOST_IN_FLIGHT or not self._flying[-1][0].gathers):
+            self._land()
         for bucket in gathered.buckets:
             self._pending_uses[bucket] -= 1
             self._sum_replicas(bucket)
