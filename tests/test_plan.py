@@ -271,7 +271,7 @@ def test_memory_of_sending_ranks_equals_silent_ones(pool) -> None:
     [
         (Cuboid(8, 4, 2), {}),
         (Cuboid(8, 4, 2), {"qk_norm": True, "qkv_bias": True}),
-        pytest.param(Cuboid(8, 16, 4), {}, marks=pytest.mark.slow),
+        (Cuboid(8, 16, 4), {}),
         (Cuboid(64, 16, 4), {}),
     ],
     ids=str,

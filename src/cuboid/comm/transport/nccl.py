@@ -70,7 +70,7 @@ class Nccl(Transport):
             each, lengths = [received.unbind()], [sum(lengths)]
 
         def land() -> Tensor:
-            total = like.new_empty(sum(lengths), dtype=dtype)
+            total = received.new_empty(sum(lengths), dtype=dtype)  # `like` would keep what was sent alive
             for place, summands in zip(total.split(lengths), each, strict=True):
                 fuse_on(total.device)(add_up)(place, *summands)
             return total
