@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant("chunks added up in bf16", PRODUCT, "Product.weight_gradients", "len(dYs) > 1", "False"),
     Mutant("a bias's gradient of the last sub-batch", PRODUCT, "add_up", "db += dY", "db[:] = dY"),
-    Mutant("X not gathered early", PRODUCT, "Product.run", "aside = before()", "aside = nothing()"),
+    Mutant("X not gathered early", PRODUCT, "Product.run", "aside = before()", "aside = 0.0"),
     Mutant("X never regathered", PRODUCT, "Product.run", ", saved.launch())", ")"),
     Mutant(
         "chunks of dY out of order",
@@ -270,6 +270,7 @@ MUTANTS = [
     # turns
     Mutant("a forward taken for the whole step", SCHEDULE, "Clock._pace", "1.5 *", "1.0 *"),
     Mutant("the pace of what was sent last", SCHEDULE, "Clock.launch", "sent if self.forward else 0.0", "sent"),
+    Mutant("a clock that runs back", SCHEDULE, "Clock.advance", "max(moment, self.now)", "moment"),
     Mutant("messages all at once", SCHEDULE, "Clock.launch", "return self._launched", "return self._landed + sent"),
     Mutant("no waits for what was launched before", SCHEDULE, "interleave", "pause.message or clock", "clock"),
     Mutant("turns by a rank's sums in flight", RUNNER, "settle", "len(sums.launched)", "len(sums._flying)"),

@@ -138,5 +138,5 @@ def test_step_has_no_operation_that_a_gpu_cannot_make_deterministic(pool: Pools,
     for family in ("gpt2", "llama"):
         config = tiny(text, *on("1,1,1"), f"model.family={family}", "model.dropout=0.1")
         (found,) = pool(1).run(operations, config)
-        assert {"index_add", "mm"} <= found  # of the embedding's gradient, and of products
+        assert {"index_add", "addmm"} <= found  # of the embedding's gradient, and of products
         assert not found & (unsafe | {"nll_loss", "nll_loss_forward", "nll_loss2d_forward"})

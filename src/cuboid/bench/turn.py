@@ -61,8 +61,8 @@ def slowest(ranks: Sequence[Sequence[Times]]) -> list[Times]:
 
 def count(world: World, layout: Layout, problem: Problem, slow: SlowMotion | None = None) -> Count:
     """One step, under the first rank's memory meter, which slows a rank down, so the others go without; on a pipe each
-    place has one. The FLOP counter holds on to tensors, so native, whose FLOPs have no formula, takes a second one. On
-    emulated devices nothing is computed, nor does it take any time here."""
+    place has one. The FLOP counter holds on to tensors, so native, whose FLOPs have no formula, takes a second step,
+    whose traffic counts too. On emulated devices nothing is computed, nor does it take any time here."""
     at = layout.shape.coordinates(world.rank)
     runner, metered = layout.runner(problem, world), not any(at[axis] for axis in at if axis != "pipe")
     memory, predicted = Memory(runner.module), layout.cost(problem, world.rank)

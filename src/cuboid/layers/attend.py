@@ -58,8 +58,7 @@ class Attend:
         steps = layer(qkv, w, at)
         del qkv
         yield Pause(work=4 * s * s * axis.size * b * width)
-        found = yield from steps
-        return found
+        return (yield from steps)
 
     def _by_head(self, *each: Tensor) -> tuple[Tensor, ...]:
         """[s, b, (h e)] -> [s, b, h, e]; leaves x that already has heads"""

@@ -77,7 +77,7 @@ class HeadLoss:
         mesh, fuse, W, loss, (s, b) = self.mesh, self.fuse, w[self.weight], at.loss or Loss(), at.targets.shape
         start, _ = shard_range(self.vocab, mesh.y.size, mesh.y.index)
         chunk = chunk_rows(s, mesh.z.size, b * ceil_div(self.vocab, mesh.y.size), self.elements)
-        dX = torch.empty_like(X) if at.train and not at.lowest else None
+        dX = torch.empty_like(X) if at.train and at.needs_dX else None
         w.shrunk = shrinkage(X.dtype, s * b)
         for top in range(0, s, chunk):
             rows = slice(top, top + chunk)

@@ -299,8 +299,7 @@ class Residual:
         Y, back = yield from self.inner(X, w, at)
 
         def run(dY: Tensor, w: Any, before: Ahead) -> Steps:
-            dX = yield from back.run(dY, w, before)
-            return dX + dY
+            return (yield from back.run(dY, w, before)) + dY
 
         return X + Y, Back(run, back.ahead) if at.train else None
 
@@ -384,8 +383,7 @@ class Recomputed:
         back = (yield from self.inner(saved.pop(), w, at))[1]  # drops Y, which must not live while backward runs
         steps = back.run(dY, w, before)
         del dY, back
-        dX = yield from steps
-        return dX
+        return (yield from steps)
 
 
 # What models are written with

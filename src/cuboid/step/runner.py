@@ -65,7 +65,7 @@ class At:
         loss: Options of the loss, `Loss` for cross entropy.
         seed: Seed of dropout, or its keys by layer, which is what layers read; None: no dropout.
         train: Whether backward will follow.
-        lowest: Whether nothing below this layer is trained, so that it need not compute dX.
+        needs_dX: Whether something below this layer is trained.
         caches: Keys and values of earlier tokens, by layer.
     """
 
@@ -74,7 +74,7 @@ class At:
     loss: Any = None
     seed: int | Mapping[str, Tensor] | None = None
     train: bool = True
-    lowest: bool = False
+    needs_dX: bool = True
     caches: dict[Any, Any] | None = None
 
     def without_backward(self) -> "At":
@@ -111,9 +111,9 @@ class _StageWeights:
 
     def _launch(self, i: int) -> None:
         if i in range(len(self.buckets)) and self._pending[i] and i not in self._flying and i not in self._held:
-            message = self.clock.launch(sum(each.sent for each in self.needed[i] if each not in self.kept))
-            kept = self.kept
-            self._flying[i] = message, [partial(dict, kept.pop(b)) if b in kept else b.gather() for b in self.needed[i]]
+            needed, kept = self.needed[i], self.kept
+            message = self.clock.launch(sum(each.sent for each in needed if each not in kept))
+            self._flying[i] = message, [partial(dict, kept.pop(b)) if b in kept else b.gather() for b in needed]
 
     def acquire(self, i: int) -> Steps:
         """Returns the weights of stage i."""
@@ -228,7 +228,7 @@ class Runner:
                 self.on_stage(i)
             if i >= passed.lowest:
                 spared = i == passed.lowest > 0 and getattr(stage.layer, "spares_dX", False)
-                here = replace(at, lowest=True) if spared else at
+                here = replace(at, needs_dX=False) if spared else at
             steps = stage.layer(X, (yield from weights.acquire(i)), here)
             del X
             X, back = yield from steps

@@ -174,7 +174,8 @@ class Clock:
 
     def lands(self, message: float) -> float:
         """When it will have landed."""
-        return self.now + self._pace() * max(0.0, message - self._landed)
+        left = message - self._landed
+        return self.now + self._pace() * left if left > 1e-9 * message else self.now  # rounding leaves a rest
 
     def compute(self, work: float) -> None:
         if work and not self.alone:
@@ -187,7 +188,8 @@ class Clock:
         return 1.5 * self._work / self._sent if self._work and self._sent else 1.0
 
     def advance(self, moment: float) -> None:
-        """Move on to `moment`, while messages progress."""
+        """Move on to `moment`, unless it has passed, while messages progress."""
+        moment = max(moment, self.now)
         self._landed = min(self._launched, self._landed + (moment - self.now) / self._pace())
         self.now = moment
 

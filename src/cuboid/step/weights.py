@@ -319,6 +319,7 @@ class Sums:
     def _land(self) -> None:
         bucket, land = self._flying.popleft()
         self.put(land())
+        del land  # releases the messages
         self._sum_replicas(bucket)
 
     def _sum_replicas(self, bucket: Bucket) -> None:
