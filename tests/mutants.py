@@ -189,7 +189,7 @@ MUTANTS = [
     ),
     Mutant("double backward runs", RUNNER, "_Step.backward", "ctx.passed, None", "ctx.passed, ctx.passed"),
     # operations
-    Mutant("a sign of the residual", OP, "Residual.__call__", "dX + dY", "dX - dY"),
+    Mutant("a sign of the residual", OP, "Residual.__call__", ") + dY", ") - dY"),
     Mutant("one branch's gradient alone", OP, "Fork.__call__", "else total + dX", "else total"),
     Mutant(
         "recomputed without dropout", OP, "Recomputed._run", "w, at))", "w, type(at)(at.place, at.targets, at.loss)))"
