@@ -273,7 +273,6 @@ MUTANTS = [
     Mutant("a clock that runs back", SCHEDULE, "Clock.advance", "max(moment, self.now)", "moment"),
     Mutant("messages all at once", SCHEDULE, "Clock.launch", "return self._launched", "return self._landed + sent"),
     Mutant("no waits for what was launched before", SCHEDULE, "interleave", "pause.message or clock", "clock"),
-    Mutant("turns by a rank's sums in flight", RUNNER, "settle", "len(sums.launched)", "len(sums._flying)"),
     Mutant("sub-batches run away from each other", SCHEDULE, "interleave", "last[at[0]] + MOST_AHEAD", "1000"),
     # messages
     Mutant("another's part of a sum for one's own", BASE, "Transport._exchange", "(first, row)", "(second, row)"),
